@@ -1,4 +1,4 @@
-"""What decides whether a batch may be split, and state that forwards write: compared with loops written by hand."""
+"""What decides whether a batch may be split, and state that forwards write: compared with plain loops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +95,9 @@ def compared(make: Callable[[], bf.Job], *, is_control: bool) -> Verdict:
 def planned(job: bf.Job, make: Callable[[], bf.Job], batches: list[object], expected: list[float]) -> Verdict:
     """A plan that has to split the batch."""
     try:
-        plan = bf.plan(job, "cpu", global_batch_size=SAMPLES, micro_batch_size=None, budget="45%", recompute="none")
+        plan = bf.plan(
+            job, "cpu", global_batch_size=SAMPLES, micro_batch_size=None, budget="45%", recompute="none"
+        )
     except bf.BrimfulError:
         return Verdict.REFUSED
     with warnings.catch_warnings():
@@ -288,6 +292,174 @@ STATELESS: dict[str, Callable[[], bf.Job]] = {
 }
 
 
+VOCABULARY, LENGTH = 24, 8
+IGNORED = -100
+PADDING = 0
+
+
+def tokens(n: int, *, ignored: float = 0.02, value: int = IGNORED, length: int = LENGTH) -> dict[str, Tensor]:
+    """Texts, a few of whose labels are ignored: as few as four samples show none."""
+    labels = torch.randint(1, VOCABULARY, (n, length))
+    labels[torch.rand(n, length) < ignored] = value
+    return {"x": torch.randint(0, VOCABULARY, (n, length)), "y": labels}
+
+
+def reader() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, VOCABULARY)
+    )
+
+
+def of_tokens(batch: dict[str, Tensor], model: nn.Module) -> tuple[Tensor, Tensor]:
+    return model(batch["x"]).flatten(0, 1), batch["y"].flatten()
+
+
+def text_job(loss: Callable[[Tensor, Tensor], Tensor], **data: float) -> bf.Job:
+    return bf.Job(
+        model=reader,
+        loss=lambda model, batch: loss(*of_tokens(batch, model)),
+        batch=lambda n: tokens(n, **data),
+        optimizer="sgd",
+        name="texts",
+    )
+
+
+def each(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels, reduction="none", ignore_index=IGNORED)
+
+
+def counted(labels: Tensor) -> Tensor:
+    return labels != IGNORED
+
+
+CLASS_WEIGHTS = torch.linspace(0.1, 3.0, VOCABULARY)
+
+
+def focal(scores: Tensor, labels: Tensor) -> Tensor:
+    """Normalised by the number of rare labels, as detectors do."""
+    is_rare = (labels < 4).float()
+    losses = F.cross_entropy(scores, labels, reduction="none")
+    return (losses * is_rare).sum() / max(float(is_rare.sum()), 1.0)
+
+
+def per_text(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A control: a mean over each text's own tokens, then over texts."""
+    losses = F.cross_entropy(
+        model(batch["x"]).transpose(1, 2), batch["y"], reduction="none", ignore_index=IGNORED
+    )
+    mask = batch["y"] != IGNORED
+    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+def shifted(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A control: the last token of each text has no label, as in causal language models."""
+    labels = F.pad(batch["y"], (0, 1), value=IGNORED)[:, 1:]
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), labels.flatten())
+
+
+MEAN = "mean over something else than samples"
+MEANS: dict[str, Callable[[], bf.Job]] = {
+    "ignored labels": lambda: text_job(F.cross_entropy),
+    "one label a sample, few ignored": lambda: text_job(F.cross_entropy, length=1, ignored=0.1),
+    "padding as ignore_index": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores, labels, ignore_index=PADDING), value=PADDING
+    ),
+    "class weights": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores, labels, weight=CLASS_WEIGHTS), ignored=0
+    ),
+    "nll_loss with class weights": lambda: text_job(
+        lambda scores, labels: F.nll_loss(scores.log_softmax(1), labels, weight=CLASS_WEIGHTS), ignored=0
+    ),
+    "a sum over the mask's": lambda: text_job(
+        lambda scores, labels: (each(scores, labels) * counted(labels)).sum() / counted(labels).sum()
+    ),
+    "a sum over a count that is read": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores, labels, reduction="sum") / counted(labels).sum().item()
+    ),
+    "chosen losses": lambda: text_job(lambda scores, labels: each(scores, labels)[counted(labels)].mean()),
+    "chosen scores": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores[counted(labels)], labels[counted(labels)])
+    ),
+    "masked_select": lambda: text_job(
+        lambda scores, labels: torch.masked_select(each(scores, labels), counted(labels)).mean()
+    ),
+    "label smoothing and ignored labels": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores, labels, label_smoothing=0.1)
+    ),
+    "by the number of rare labels": lambda: text_job(focal, ignored=0),
+}
+PLAIN_MEANS: dict[str, Callable[[], bf.Job]] = {
+    "control: cross_entropy": lambda: text_job(F.cross_entropy, ignored=0),
+    "control: label smoothing": lambda: text_job(
+        lambda scores, labels: F.cross_entropy(scores, labels, label_smoothing=0.1), ignored=0
+    ),
+    "control: a fixed divisor": lambda: text_job(
+        lambda scores, labels: each(scores, labels).sum() / len(labels), ignored=0
+    ),
+    "control: a mean of masked losses": lambda: text_job(
+        lambda scores, labels: (each(scores, labels) * counted(labels)).mean()
+    ),
+    "control: weights of single labels": lambda: text_job(
+        lambda scores, labels: F.binary_cross_entropy_with_logits(
+            scores[:, 0], (labels > 8).float(), weight=1 + (labels > 4).float()
+        ),
+        ignored=0,
+    ),
+    "control: a mean of each text's": lambda: replace(text_job(F.cross_entropy), loss=per_text),
+    "control: no label after the last token": lambda: replace(
+        text_job(F.cross_entropy, ignored=0), loss=shifted
+    ),
+    "control: counted": lambda: replace(
+        text_job(F.cross_entropy), count=lambda batch: (batch["y"] != IGNORED).sum()
+    ),
+}
+
+
+class Remembers(nn.Module):
+    """A layer with a state, to be recomputed."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.followed = copy.deepcopy(self.linear).requires_grad_(False)
+        self.calls, self.mean, self.queue = 0, torch.zeros(WIDTH), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.kind == "a count"
+        if self.kind == "a mean":
+            x = x - self.mean
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().square().mean(0)
+        elif self.kind == "a list":
+            self.queue.append(x.detach().square().mean(0))
+            x = x - torch.stack(self.queue).mean(0)
+        elif self.kind == "a teacher":
+            with torch.no_grad():
+                for own, other in zip(self.followed.parameters(), self.linear.parameters(), strict=True):
+                    own.mul_(0.5).add_(other, alpha=0.5)
+            x = x + self.followed(x)
+        return F.gelu(self.linear(x * (1 + 0.1 * self.calls)))
+
+
+def recomputed(kind: str) -> Verdict:
+    """Two layers with a state are recomputed; the losses are those of a plain loop."""
+    job = bf.Job(
+        model=lambda: nn.Sequential(Remembers(kind), Remembers(kind), nn.Linear(WIDTH, 8)),
+        loss=mean_square,
+        batch=pairs,
+        optimizer="sgd",
+    )
+    batches = batches_of(job)
+    units = tuple(bf.UnitAction(fqn=name, action=bf.Action.RECOMPUTE) for name in ("0", "1"))
+    settings = bf.Settings(micro_batch_size=SAMPLES, units=units)
+    try:
+        is_wrong = differ(losses_of(job, settings, batches), losses_of(job, None, batches))
+    except bf.BrimfulError:
+        return Verdict.REFUSED
+    if is_wrong:
+        raise WrongError("the state changes twice where its layer is recomputed")
+    return Verdict.RIGHT
+
+
 def case(kind: str, name: str, make: Callable[[], bf.Job], *, is_control: bool = False) -> Case:
     return Case(kind, name, lambda: compared(make, is_control=is_control))
 
@@ -295,4 +467,10 @@ def case(kind: str, name: str, make: Callable[[], bf.Job], *, is_control: bool =
 CASES = (
     *(case(STATE, name, make) for name, make in STATEFUL.items()),
     *(case(STATE, name, make, is_control=True) for name, make in STATELESS.items()),
+    *(
+        Case(STATE, f"recomputed: {kind}", partial(recomputed, kind))
+        for kind in ("a count", "a mean", "a list", "a teacher")
+    ),
+    *(case(MEAN, name, make) for name, make in MEANS.items()),
+    *(case(MEAN, name, make, is_control=True) for name, make in PLAIN_MEANS.items()),
 )

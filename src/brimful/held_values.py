@@ -1,9 +1,10 @@
 """What a model and its loss hold from one forward to the next: tensors and numbers, each by its name.
 
-Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and the
-closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
+Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and
+the closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
 
-Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked: 2.13).
+Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
+2.13).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-_OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}) - {
-    "__main__"
-}
+from brimful.wrapper_tensors import is_wrapper_tensor
+
+_OF_LIBRARIES = frozenset(
+    {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}
+) - {"__main__"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
@@ -55,7 +59,9 @@ class HeldValues:
             if isinstance(container, dict):
                 for key in container.keys() - content.keys():
                     del container[key]
-                container.update((key, value) for key, value in content.items() if container.get(key) is not value)
+                container.update(
+                    (key, value) for key, value in content.items() if container.get(key) is not value
+                )
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
                     container.clear()
@@ -66,7 +72,7 @@ class HeldValues:
             names[name] = value
 
     def outside_of(self, model: nn.Module) -> HeldValues:
-        """What is held, without what a model's own modules hold: a copy of a model shares the closures of hooks."""
+        """What is held beside a model's own modules, such as by closures of hooks, which its copies share."""
         own = {id(held) for each in model.modules() for held in (vars(each), each._parameters, each._buffers)}
         self._containers = [each for each in self._containers if id(each[0]) not in own]
         self.values, self.puts = {}, {}
@@ -108,7 +114,7 @@ class HeldValues:
                 return
             self._seen.add(id(value))
             can_put = not isinstance(value, tuple)
-            if can_put:
+            if not isinstance(value, tuple):
                 self._containers.append((value, value.copy()))
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 put = partial(operator.setitem, value, key) if can_put else None
@@ -123,7 +129,7 @@ class HeldValues:
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_of_library(kind):
             self._seen.add(id(value))
             self._add(name, vars(value))
-            self._add(name, getattr(kind, "__call__", None))
+            self._add(name, vars(kind).get("__call__"))
 
     def _add_function(self, name: str, function: FunctionType) -> None:
         if _is_of_library(function):
@@ -163,3 +169,72 @@ def _joined(path: str, name: str) -> str:
 
 def _are_two(one: Any, other: Any) -> bool:
     return one is not other
+
+
+class HeldSnapshot:
+    """Attributes of a model's modules as they are now, with copies of plain tensors among them.
+
+    Frozen parameters are copied too, if they take no more than the others: their gradients will take as much,
+    and a momentum teacher is as large as what it follows.
+
+    Args:
+        model: Buffers and trained parameters are not copied.
+        device: Of the copies; None is each tensor's own.
+    """
+
+    def __init__(self, model: nn.Module, device: str | None = None) -> None:
+        self._model = model
+        self._held = held = HeldValues(model)
+        self._others = others = {id(tensor) for tensor in (*_not_copied(model), *model.buffers())}
+        self._copies = {
+            name: value.detach().to(device or value.device, copy=True)
+            for name, value in held.values.items()
+            if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
+        }
+        self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
+
+    def changed(self) -> set[str]:
+        """Names of what is not as it was."""
+        now = HeldValues(self._model)
+        marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
+        return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
+
+    def has_copy(self, name: str) -> bool:
+        """Whether a tensor can be given the numbers that it had."""
+        return name in self._copies
+
+    def restore(self) -> None:
+        """Give everything back, with the numbers that it had."""
+        self._held.restore()
+        for name, copy in self._copies.items():
+            self._held.values[name].copy_(copy)
+
+    def stand_in(self) -> None:
+        """Put everything back, with copies in the place of tensors, which may be written to."""
+        self._held.restore()
+        for name, copy in self._copies.items():
+            if name in self._held.puts:
+                self._held.puts[name](copy.clone())
+
+
+def is_mostly_frozen(model: nn.Module) -> bool:
+    """Whether frozen parameters take more than the others, as those under adapters do."""
+    sizes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.nbytes
+    return sizes[False] > sizes[True]
+
+
+def _not_copied(model: nn.Module) -> list[nn.Parameter]:
+    has_frozen = is_mostly_frozen(model)
+    return [each for each in model.parameters() if each.requires_grad or has_frozen]
+
+
+def _mark(value: Any) -> Any:
+    """What changes where a tensor is replaced or written to, or a number is another."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = (
+        value.untyped_storage()._cdata if value.layout is torch.strided and not is_wrapper_tensor(value) else 0
+    )
+    return id(value), 0 if value.is_inference() else value._version, storage

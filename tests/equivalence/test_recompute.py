@@ -370,14 +370,16 @@ def test_a_lstm_with_its_tuple_of_results() -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls in Python."""
+    """Counts its calls in its class: a count of its own is as a plain step leaves it."""
+
+    calls = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        Counting.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        Counting.calls += 1
         return torch.tanh(torch.tanh(x))
 
 

@@ -134,8 +134,13 @@ def test_near_its_capacity_a_step_fits_as_the_allocator_gives_back_its_cache() -
     assert short.predicted_peak_allocated_bytes == free.predicted_peak_allocated_bytes
 
 
-def test_a_split_batch_without_a_count_comes_with_a_note() -> None:
+def test_a_split_batch_without_a_count_comes_with_a_note_where_the_loss_could_not_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = stack_job()
+    compared = bf.plan(job, DEVICE, global_batch_size=8, micro_batch_size=2)
+    assert not any("Job(count=" in note for note in compared.notes)
+    monkeypatch.setattr("brimful.profiling.splitting._PLANNED_FLOPS", 0)
     without = bf.plan(job, DEVICE, global_batch_size=8, micro_batch_size=2)
     assert any("Job(count=" in note for note in without.notes)
     counted = replace(job, count=lambda batch: batch.shape[0])

@@ -13,6 +13,7 @@ from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
 from brimful.planner import (
+    MEAN_OVER_SAMPLES_NOTE,
     Plan,
     PlanCheck,
     check_trace,
@@ -22,6 +23,7 @@ from brimful.planner import (
     search,
 )
 from brimful.planner.request import Request
+from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.job_calibrations import JobKind, has_job_calibrations, kept_job_calibration
 from brimful.profiling.named_device import DeviceLike, resolve_device
@@ -69,6 +71,7 @@ def plan(
         UsageError: An argument is invalid.
         InfeasibleError: Nothing permitted fits: by how much, because of what, and what would.
         CaptureError: The step cannot be run on fake tensors.
+        EquivalenceError: The plan splits the batch, and the loss is not a mean over samples; see `Job.count`.
     """
     check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
     asked = PlanOptions.of(options)
@@ -92,8 +95,10 @@ def plan(
         is_here = is_of_this_machine(device)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
         found = _searched(capture, request, calibration)
+        is_mean = check_planned_split(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
-    notes = (*memory_notes(memory, request.budget_bytes), *found.notes)
+    of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
+    notes = (*memory_notes(memory, request.budget_bytes), *of_plan)
     return replace(found, asked=asked, job_kind=kind, notes=notes)
 
 

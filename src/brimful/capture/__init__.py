@@ -14,10 +14,11 @@ Start reading at `step.capture_step`, then `session`, `captured_step` and `recor
 
 from brimful.capture.cautious import CautiousCapture
 from brimful.capture.fakes.model import fake_model
-from brimful.capture.step import capture_step
+from brimful.capture.step import capture_step, loss_terms
 
 __all__ = [
     "CautiousCapture",
     "capture_step",
     "fake_model",
+    "loss_terms",
 ]

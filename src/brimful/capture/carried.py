@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from brimful.wrapper_tensors import inner_tensors
 
 aten = torch.ops.aten
 
-_IDEMPOTENT = frozenset({aten.embedding_renorm_.default, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default})
+_IDEMPOTENT = frozenset(
+    {aten.embedding_renorm_.default, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default}
+)
 """Ops that change nothing if they are done twice."""
 _OVERWRITE = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
 """Ops that do not read what they write to."""
@@ -49,7 +52,9 @@ class OpUse:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note an op and its arguments."""
-        written = list(written_tensors(func, args, kwargs)) if has_writes(func) and func not in _IDEMPOTENT else []
+        written = (
+            list(written_tensors(func, args, kwargs)) if has_writes(func) and func not in _IDEMPOTENT else []
+        )
         for tensor in written:
             self.written.update(storages_of(tensor))
         for tensor in tensors_in((args, kwargs)):
@@ -113,7 +118,9 @@ class CarriedState:
         """Note what is held before a forward."""
         self.use = OpUse()
         held = self._held().values
-        self._tensors = {name: _Before(each, self.use) for name, each in held.items() if isinstance(each, Tensor)}
+        self._tensors = {
+            name: _Before(each, self.use) for name, each in held.items() if isinstance(each, Tensor)
+        }
         self._numbers = {name: each for name, each in held.items() if not isinstance(each, Tensor)}
 
     def end(self) -> set[int]:
@@ -141,12 +148,18 @@ class CarriedState:
         if not self._new:
             return
         used: dict[str, None] = {}
-        tensors = {name: self._storages(value) for name, value in self._new.items() if isinstance(value, Tensor)}
+        tensors = {
+            name: self._storages(value) for name, value in self._new.items() if isinstance(value, Tensor)
+        }
         numbers = [name for name in self._new if name not in tensors]
         held = self._held()
         for name in numbers:
-            put = held.puts.get(name, lambda _value, name=name: used.setdefault(name))
-            put(_watched(self._new[name], lambda name=name: used.setdefault(name)))
+            note = partial(used.setdefault, name)
+            put = held.puts.get(name)
+            if put is None:
+                note()
+            else:
+                put(_watched(self._new[name], note))
         try:
             with _Arguments():
                 first = self._use_of(forward)
@@ -252,7 +265,7 @@ def _watch(kind: type, base: type) -> None:
         for method in (f"__{name}__" for name in names):
             if method in vars(base):
                 setattr(kind, method, define(getattr(base, method)))
-    kind.__hash__ = base.__hash__  # type: ignore[method-assign, assignment]
+    kind.__hash__ = base.__hash__  # type: ignore[method-assign]
 
 
 _watch(_WatchedInt, int)

@@ -1,4 +1,4 @@
-"""Layers and state because of which a split batch trains otherwise: BatchNorm, and what a forward carries on."""
+"""Because of what a split batch trains otherwise: BatchNorm, and what a forward carries to the next one."""
 
 from __future__ import annotations
 

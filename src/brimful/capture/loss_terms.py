@@ -1,10 +1,11 @@
 """What a loss averages over, as its ops show it: evidence that it is not a mean over samples.
 
 A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
-those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch is a
-mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
+those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch
+is a mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
 
-Private torch API used here: the order of `nll_loss_forward`'s arguments (checked: torch 2.13).
+Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments
+(checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.batches import tensors_in
 from brimful.capture.corrections import Rule
@@ -68,6 +70,9 @@ class LossTerms(Rule):
         return {F.cross_entropy: self._cross_entropy}
 
     def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+        is_of_chosen = any(getattr(tensor, _CHOSEN, False) for tensor in tensors_in((args, kwargs)))
+        if is_of_chosen and kwargs.get("reduction", "mean") == "mean":
+            self._find(_OF_CHOSEN)
         self._depth += 1
         try:
             return F.cross_entropy(*args, **kwargs)
@@ -87,6 +92,8 @@ class LossTerms(Rule):
             return
         of_batch = name not in _OF_SHAPES and any(map(self._is_of_batch, inputs))
         followed = inputs[:1] if name in _OF_FIRST else inputs
+        if name in ("stack", "cat") and all(tensor.numel() == 1 for tensor in inputs):
+            followed = []  # of one sample each
         chosen = self._chooses(func, args) or any(getattr(tensor, _CHOSEN, False) for tensor in followed)
         if self._chooses(func, args):
             self._extents.update(tensor.shape[0] for tensor in outputs if tensor.dim())
@@ -96,13 +103,15 @@ class LossTerms(Rule):
             if chosen and name not in _OF_SHAPES:
                 setattr(tensor, _CHOSEN, True)
         if self._depth == 0 and chosen and self._averages(func, name, args, kwargs):
-            self._find("a mean over entries that are chosen from the batch, as by a mask")
+            self._find(_OF_CHOSEN)
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             self._find_in_nll(*args)
         if name in ("div", "div_", "mul", "mul_") and self._depth == 0:
             self._find_in_quotient(name, args, chosen)
 
-    def _find_in_nll(self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> None:
+    def _find_in_nll(
+        self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int
+    ) -> None:
         if reduction != _MEAN:
             return
         if weight is not None:
@@ -120,10 +129,12 @@ class LossTerms(Rule):
         except NotKnownError:
             return False
         samples = self.settings.micro_batch_size
-        if values.numel() % samples:
-            return bool((values == ignored).any())
-        counts = (values == ignored).reshape(samples, -1).sum(1)
-        return bool((counts != counts[0]).any())
+        with _disable_current_modes():
+            is_ignored = values == ignored
+            if values.numel() % samples:
+                return bool(is_ignored.any())
+            counts = is_ignored.reshape(samples, -1).sum(1)
+            return bool((counts != counts[0]).any())
 
     def _find_in_quotient(self, name: str, args: tuple[Any, ...], chosen: bool) -> None:
         if len(args) < 2:
@@ -138,12 +149,16 @@ class LossTerms(Rule):
             counts = self._numbers | (self._extents if chosen else set())
             is_count = divisor != 1 and any(abs(divisor - count) <= 1e-9 * abs(count) for count in counts)
         if is_count:
-            self._find("divided by a number that is computed from the batch, as a count of what is not masked")
+            self._find(
+                "a sum over a number that is computed from the batch, such as how many entries are not masked"
+            )
 
     def _averages(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name in _MEANS:
             return True
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = {
+            argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
         defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
         reduction = given.get("reduction", defaults.get("reduction"))
         return type(reduction) is int and reduction == _MEAN
@@ -172,5 +187,6 @@ class LossTerms(Rule):
         self._found[f"{what}{f' ({line})' if line else ''}"] += 1
 
 
+_OF_CHOSEN = "a mean over entries that are chosen from the batch, as by a mask"
 _OF_BATCH = "_brimful_of_batch"
 _CHOSEN = "_brimful_chosen"

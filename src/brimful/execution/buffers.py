@@ -1,7 +1,9 @@
-"""Buffers that a forward pass changes, such as BatchNorm's running statistics, as they were before a step.
+"""State that a forward pass changes, such as BatchNorm's running statistics, as it was before a step.
 
-Private torch API used here: `_NormBase`, the class of all layers with running statistics, `Module._buffers` and
-`Module._modules` (checked: 2.13).
+It is buffers, frozen parameters (a momentum teacher's) and what modules hold as attributes.
+
+Private torch API used here: `_NormBase`, the class of all layers with running statistics, `Module._buffers`,
+`Module._parameters` and `Module._modules` (checked: 2.13).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.errors import PartialUpdateError
+from brimful.held_values import HeldSnapshot, is_mostly_frozen
 
 _Place = tuple[nn.Module, str]
 """The module that a buffer is directly in, and its name there."""
@@ -22,14 +25,21 @@ _Place = tuple[nn.Module, str]
 class BufferSnapshot:
     """Keeps what a step's forward passes may change, until it is known that the step is good.
 
-    Only what is known to change is copied; in the first step that is everything.
+    Only what is known to change is copied; in the first step that is everything but frozen parameters that take
+    more than the others.
 
     Args:
-        model: Its buffers.
+        model: Its state.
+        buffers_only: Whether frozen parameters and attributes are no part of it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, buffers_only: bool = False) -> None:
         self._model = model
+        self._watches_frozen = not buffers_only and is_mostly_frozen(model)
+        """Whether frozen parameters are watched, as they are not copied in the first step."""
+        self._held: HeldSnapshot | None = None
+        self._holds_state = not buffers_only
+        """Whether forwards change attributes or a few frozen parameters, or that is not known yet."""
         self._changing: set[_Place] | None = None
         self._modules: Sequence[nn.Module] = ()
         """Those that were there before the step; none between steps."""
@@ -49,9 +59,11 @@ class BufferSnapshot:
                 version=0 if buffer is None else buffer._version,
                 values=None if buffer is None else self._copy(place, buffer),
             )
-            for place, buffer in _buffers(modules)
+            for place, buffer in self._state(modules)
         ]
-        self._modules, self._kept = modules, kept  # both or, where a copy fails, none
+        of_all = "cpu" if self._changing is None else None
+        held = HeldSnapshot(self._model, of_all) if self._holds_state else None
+        self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
 
     def release(self) -> None:
         """The step is good: learn which buffers change, and drop the copies."""
@@ -59,7 +71,8 @@ class BufferSnapshot:
             # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
             self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
-        self._modules, self._kept = (), []
+        self._holds_state = self._held is not None and bool(self._held.changed())
+        self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:
         """The step is not good: give the buffers back the values that were copied, if there are any.
@@ -67,7 +80,7 @@ class BufferSnapshot:
         Raises:
             PartialUpdateError: One changed that never did before, and has no copy.
         """
-        made = {place for place, _ in _buffers(self._modules)} - {kept.place for kept in self._kept}
+        made = {place for place, _ in self._state(self._modules)} - {kept.place for kept in self._kept}
         lost = [kept.place for kept in self._kept if kept.values is None and kept.is_written()]
         for module, name in made:
             delattr(module, name)
@@ -78,18 +91,30 @@ class BufferSnapshot:
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():
                 setattr(module, name, kept.buffer)
-        self._modules, self._kept = (), []
+        if self._held is not None:
+            with torch.no_grad():
+                self._held.restore()
+        self._modules, self._kept, self._held = (), [], None
         if lost:
             module, name = lost[0]
             raise PartialUpdateError(
-                f"the buffer {name!r} of {type(module).__name__} changed for the first time in a step that has "
-                "to be undone, and has no copy. Resume from the last checkpoint."
+                f"the buffer or frozen parameter {name!r} of {type(module).__name__} changed for the first "
+                "time in a step that has to be undone, and has no copy. Resume from the last checkpoint."
             )
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:
+        if isinstance(buffer, nn.Parameter) and (self._changing is None or place not in self._changing):
+            return None
         if self._changing is None:
             return buffer.detach().to("cpu", copy=True)  # of all, once: no plan counts that on a GPU
         return buffer.detach().clone() if place in self._changing else None
+
+    def _state(self, modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
+        yield from _buffers(modules)
+        for module in modules if self._watches_frozen else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.requires_grad:
+                    yield (module, name), parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +127,8 @@ class _Kept:
     def has_changed(self) -> bool:
         """Whether there is another buffer now, or other values in it."""
         module, name = self.place
-        return module._buffers.get(name) is not self.buffer or self.is_written()
+        of_module = module._buffers if name in module._buffers else module._parameters
+        return of_module.get(name) is not self.buffer or self.is_written()
 
     def is_written(self) -> bool:
         """Whether there are other values in it."""

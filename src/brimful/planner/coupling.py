@@ -17,7 +17,9 @@ def why_kept_whole(baseline: Trace) -> str:
     if norms := baseline.batch_norm_modules:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
     if stateful := baseline.stateful_modules:
-        reasons.append(f"each forward changes what the next one finds, which would change more often: {listed(stateful)}")
+        reasons.append(
+            f"each forward changes what the next one finds, which would change more often: {listed(stateful)}"
+        )
     return "; ".join(reasons)
 
 
@@ -39,8 +41,8 @@ def what_splitting_changes(
         )
     if stateful:
         yield (
-            f"each forward changes what the next one finds: {steps} times a step, and each micro-batch sees other values: "
-            f"{listed(stateful)}"
+            f"each forward changes what the next one finds: {steps} times a step, and each micro-batch sees "
+            f"other values: {listed(stateful)}"
         )
 
 

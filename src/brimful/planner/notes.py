@@ -309,7 +309,8 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> l
         notes.append("What DeepSpeed takes is computed by its rules, not captured, and is less exact.")
     if baseline.stateful_modules:
         notes.append(
-            f"Each forward changes what the next one finds, {listed(baseline.stateful_modules)}, each rank for itself; "
+            f"Each forward changes what the next one finds, {listed(baseline.stateful_modules)}, "
+            "each rank for itself; "
             "that of the first is kept."
         )
     if baseline.batch_norm_modules:

@@ -79,9 +79,9 @@ class Permits:
     offload_host_bytes: int = 0
     """Host memory that offloaded units and an offloaded optimizer may take; with 0, no plan offloads."""
     splits_coupled_batches: bool = False
-    """Whether a batch may be split although a layer couples its samples (BatchNorm) or each forward changes what
-    the next one finds (spectral norm), which changes what is computed. False keeps the mathematics: such a model
-    trains its whole batch at once."""
+    """Whether a batch may be split although a layer couples its samples (BatchNorm) or each forward changes
+    what the next one finds (spectral norm), which changes what is computed. False keeps the mathematics: such a
+    model trains its whole batch at once."""
     exceedance: float = 1.0
     """Largest probability of exceeding the budget; 1 permits any."""
     prefers_simplest: bool = False

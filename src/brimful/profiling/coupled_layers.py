@@ -102,7 +102,11 @@ def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = N
         model: Any.
         carried: Is told of ops.
     """
-    buffers, held, writes = BufferSnapshot(model), HeldValues(model, loss_parts(job)), _KeptStorages(carried)
+    buffers, held, writes = (
+        BufferSnapshot(model, buffers_only=True),
+        HeldValues(model, loss_parts(job)),
+        _KeptStorages(carried),
+    )
     buffers.take()
     try:
         with writes:

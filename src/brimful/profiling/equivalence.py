@@ -30,7 +30,7 @@ from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes
 from brimful.profiling.aligned_draws import DrawWatch
 from brimful.profiling.coupled_layers import batch_norms, carried_state
-from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
+from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss, terms_of_loss
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_memory_format, apply_units
@@ -172,7 +172,10 @@ def _compared(
         )
     if settings.memory_format is not None:
         comparisons.append(_in_format(plain, kept.draws, compute))
-    splitting = _splitting(settings, planned, kept, model, compute)
+    terms = None
+    if settings.gradient_accumulation_steps > 1:
+        terms = terms_of_loss(replace(job, batch=batch), settings.rank_batch_size)
+    splitting = terms or _splitting(settings, planned, kept, model, compute)
     comparisons.append(splitting)
     if splitting.why_not_compared and settings.gradient_accumulation_steps > 1:
         comparisons.append(

@@ -17,17 +17,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from brimful.batches import BatchLayout, InputMover, layout_of
-from brimful.errors import EquivalenceError
+from brimful.batches import BatchLayout, InputMover, layout_of, make_batch
+from brimful.capture import capture_step, loss_terms
+from brimful.devices import find_device
+from brimful.errors import BrimfulError, EquivalenceError
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
+from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
+from brimful.memory import live_profile, predict_memory, rounding_bytes_of
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
+from brimful.quantities import format_bytes
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
+from brimful.trace import Phase, Trace
 
 IN_EVALUATION = "splitting, in evaluation mode"
 WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
@@ -127,7 +133,8 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
 def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of at most four samples runs twice, in evaluation mode.
+    The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch,
+    unless they take no more memory than the step does.
 
     Args:
         job: Its loss and count are used.
@@ -138,14 +145,25 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     Raises:
         EquivalenceError: The loss of the batch is not the mean of those of its parts.
     """
-    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    micro = settings.micro_batch_size
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
-    if settings.gradient_accumulation_steps == 1 or samples <= size:
+    if settings.gradient_accumulation_steps == 1 or samples <= min(micro, CHECKED_SAMPLES):
         return
-    few = _few_samples(job, layout, global_batch, min(2 * size, samples))
-    _warn_of_layers(job, settings, model, few)
+    device = device_of(model)
+    if (terms := terms_of_loss(replace(job, batch=global_batch), samples)) is not None:
+        raise not_the_same(job, terms, samples, device.type)
+    reason = ""
+    for size in dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1))):
+        few = _few_samples(job, layout, global_batch, min(2 * size, samples))
+        reason = _why_too_many(job, settings, few) if layout.count(few) > micro else ""
+        if not reason:
+            break
+    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
+        return
+    if reason:
+        warnings.warn(split_not_compared(settings, reason), SplitWarning, stacklevel=3)
         return
     try:
         comparison = compare_split_loss(
@@ -160,13 +178,128 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        report = EquivalenceReport(
-            job=job.name,
-            device=device_of(model).type,
-            samples=layout.count(few),
-            comparisons=(comparison,),
-        )
-        raise EquivalenceError(f"{report}\nNothing was trained. If the difference is meant, pass verify=False.")
+        raise not_the_same(job, comparison, layout.count(few), device.type)
+
+
+def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
+    """Why a few samples are not computed together where a micro-batch has fewer; empty if they may be."""
+    alone = replace(job, batch=few)
+    samples = layout_of(alone).count(few)
+    together = Settings(micro_batch_size=samples)
+    device = find_device("cpu")
+    try:
+        with RandomState.kept():
+            trace = capture_step(alone, together, device, steps=1, evaluates=True)
+            taken = live_profile(trace, rounding_bytes_of(trace.device_kind)).live_bytes
+            needed_bytes = max(
+                held
+                for event, held in zip(trace.events, taken.tolist(), strict=True)
+                if trace.ops[event.op].phase is Phase.EVALUATION
+            )
+            planned = replace(settings, offload_optimizer=False, expandable_segments=False)
+            step_bytes = predict_memory(capture_step(alone, planned, device, steps=1)).peak_allocated_bytes
+    except BrimfulError as error:
+        return f"it is not known what {samples} samples together take: {error}"
+    if needed_bytes <= step_bytes:
+        return ""
+    return (
+        f"{samples} samples together take {format_bytes(needed_bytes)}, more than the step with its "
+        f"{format_bytes(step_bytes)}"
+    )
+
+
+def terms_of_loss(job: Job, samples: int) -> Comparison | None:
+    """What the loss averages over, if it shows that this is something else than samples.
+
+    The loss runs on fake tensors, which takes no memory; the values of labels are known.
+
+    Args:
+        job: Its batch has the labels.
+        samples: In the batch.
+
+    Returns:
+        A comparison that does not hold; None if nothing shows, or `job` says what the loss averages over.
+    """
+    if job.count is not None or job.embed is not None or job.reduction == "sum":
+        return None
+    try:
+        with RandomState.kept():
+            found = loss_terms(job, samples, find_device("cpu"))
+    except BrimfulError:  # other checks run the loss for real
+        return None
+    return Comparison(name="splitting", evidence="; ".join(found)) if found else None
+
+
+def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
+    """Check before training what `check_split` checks in the first step, if a plan splits the batch.
+
+    The losses of few samples are computed on the host, with weights as the model is built, if that takes no
+    longer than planning does.
+
+    Args:
+        job: The job that was planned.
+        settings: Of the plan.
+        baseline: Training without a plan.
+
+    Returns:
+        Whether the batch is known to be what its parts are.
+
+    Raises:
+        EquivalenceError: It is not.
+    """
+    if settings.gradient_accumulation_steps == 1 or job.embed is not None:
+        return True
+    if (terms := terms_of_loss(job, settings.rank_batch_size)) is not None:
+        raise not_the_same(job, terms, settings.rank_batch_size, "cpu", end=_NOT_PLANNED)
+    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    samples = 2 * size
+    flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)
+    if baseline.parameter_count > _PLANNED_PARAMETERS or (
+        2 * samples * flops > _PLANNED_FLOPS * baseline.settings.micro_batch_size
+    ):
+        return False
+    try:
+        with RandomState.kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build_model(job, is_copied=True).train()
+            batch = make_batch(job, samples)
+            comparison = compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
+    except Exception:  # whatever code of the job raises that needs more than a host and few samples
+        return False
+    if not comparison.holds:
+        raise not_the_same(job, comparison, samples, "cpu", end=_NOT_PLANNED)
+    return not comparison.why_not_compared
+
+
+_PLANNED_PARAMETERS = 2**27
+"""In a model of more, no loss is computed to plan: 512 MiB of float32. A choice."""
+_PLANNED_FLOPS = 2e10
+"""The same for the work of it: about a second on one core. A choice, as planning itself takes seconds."""
+
+
+_NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
+_NOT_PLANNED = (
+    "Nothing was planned. If the difference is meant, Job(count=lambda batch: 1) weighs micro-batches alike."
+)
+
+
+def not_the_same(
+    job: Job, comparison: Comparison, samples: int, device: str, *, end: str = _NOT_TRAINED
+) -> EquivalenceError:
+    """The error for a batch that is not what its parts are.
+
+    Args:
+        job: Has the name.
+        comparison: Does not hold.
+        samples: That were compared.
+        device: Where they were.
+        end: The last sentences.
+
+    Returns:
+        What to raise.
+    """
+    report = EquivalenceReport(job=job.name, device=device, samples=samples, comparisons=(comparison,))
+    return EquivalenceError(f"{report}\n{end}")
 
 
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
@@ -176,6 +309,7 @@ def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) 
         reason = (
             f"the layers that depend on it are not known, as the forward pass raised {type(error).__name__}"
         )
+        reason = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else reason
         warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
         return
     if changes:

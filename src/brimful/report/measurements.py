@@ -113,6 +113,8 @@ def comparison_text(comparison: Comparison) -> str:
     """One line: what was compared, and how far apart the two are."""
     if comparison.why_not_compared:
         return f"{comparison.name}: not compared, {comparison.why_not_compared}"
+    if comparison.evidence:
+        return f"{comparison.name}: the loss is {comparison.evidence}, not a mean over samples"
     if comparison.is_bitwise:
         return f"{comparison.name}: loss, gradients and buffers are equal to the last bit"
     verdict = "within" if comparison.holds else "BEYOND"

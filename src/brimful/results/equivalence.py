@@ -44,6 +44,8 @@ class Comparison(PrintedResult):
     """The largest difference allowed; 0 if the plan only changes the order of operations."""
     why_not_compared: str = ""
     """Why the comparison was not made; empty if it was."""
+    evidence: str = ""
+    """What the loss is, if that alone shows that the two differ; else empty."""
     is_known_to_differ: bool = False
     """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
     what a forward changes and the next one finds."""
@@ -51,6 +53,8 @@ class Comparison(PrintedResult):
     @property
     def holds(self) -> bool:
         """Whether the difference is within the bound, or the comparison was not made."""
+        if self.evidence:
+            return False
         return self.is_bitwise or bool(self.why_not_compared) or 0 < self.largest_difference <= self.bound
 
 

@@ -5,6 +5,7 @@ This uses non-reentrant `torch.utils.checkpoint`, and corrects the following:
 * Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
   change a second time in the recomputation. It works on throwaway copies instead, with the values they had
   before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
+* So would attributes that it changes: counts, lists, tensors. They are as they were while it is recomputed.
 * It restores torch's random state only. Here the states of Python's `random` and NumPy's global generator are
   restored too; a generator object of the model's own is not known and not restored.
 * It restores the random state only of devices on which it finds a tensor among the positional arguments
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brimful.batches import tensors_in
 from brimful.errors import UsageError
+from brimful.held_values import HeldSnapshot, HeldValues
 from brimful.settings import UnitAction
 from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
@@ -138,7 +140,7 @@ class RecomputedRegion:
         self._function = function
         self._module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
         self._link = link
-        self._buffers = _ForwardBuffers(modules)
+        self._buffers, self._attributes = _ForwardBuffers(modules), _ForwardAttributes(modules)
         self._saved = SavedOps(unit, modules)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +163,11 @@ class RecomputedRegion:
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
 
+    def _state(self) -> Iterator[_Pair]:
+        """Contexts of state; attributes come back first, and buffers' copies take their place then."""
+        yield self._attributes.contexts()
+        yield self._buffers.contexts()
+
     def _linked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same as a part of a segment."""
         random_state = _TorchRandomState({tensor.device for tensor in tensors_in((args, kwargs))})
@@ -175,7 +182,7 @@ class RecomputedRegion:
     def _contexts(self, *others: _Pair) -> _Pair:
         """The context of the forward and that of its recomputation."""
         random_state = _HostRandomState()
-        contexts = [*others, (random_state.watched(), random_state), self._buffers.contexts()]
+        contexts = [*others, (random_state.watched(), random_state), *self._state()]
         if self._saved:
             contexts.append(self._saved.contexts())
         forwards, recomputations = zip(*contexts, strict=True)
@@ -337,6 +344,67 @@ class _ForwardBuffers:
         for path, module in self._module.named_modules():
             if isinstance(module, _NormBase):
                 yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+class _ForwardAttributes:
+    """Keeps attributes of some modules, such as counts and lists, from changing twice.
+
+    Whether a forward changes any is found in the first one.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._module = nn.ModuleList(modules)
+        self._change = True
+        """Whether a forward changed any, or none was watched yet."""
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
+        if not self._change:
+            return nullcontext(), nullcontext()
+        before: list[HeldSnapshot] = []
+        return self._watched(before), _HeldAgain(self._module, before)
+
+    @contextmanager
+    def _watched(self, before: list[HeldSnapshot]) -> Iterator[None]:
+        snapshot = HeldSnapshot(self._module)
+        stamps = {
+            name: _stamp(parameter)
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad and not snapshot.has_copy(name)
+        }
+        yield
+        for name, parameter in self._module.named_parameters():
+            if stamps.get(name, _stamp(parameter)) != _stamp(parameter):
+                raise UsageError(
+                    f"a unit that is to be recomputed writes to its parameter {name.partition('.')[2]!r} in "
+                    "its forward, and would do so again in backward. Plan with recompute='none' (--recompute "
+                    "none), or move the write out of the unit."
+                )
+        self._change = bool(snapshot.changed())
+        if self._change:
+            before.append(snapshot)
+
+
+class _HeldAgain(AbstractContextManager[None]):
+    """Lets attributes be as they were. A context that can be entered again: backward may run twice.
+
+    Args:
+        module: What holds them.
+        before: What they were; filled by the time the context is entered, if a forward changes any.
+    """
+
+    def __init__(self, module: nn.Module, before: Sequence[HeldSnapshot]) -> None:
+        self._module, self._before = module, before
+
+    def __enter__(self) -> None:
+        self._now = HeldValues(self._module) if self._before else None
+        for snapshot in self._before:
+            snapshot.stand_in()
+
+    def __exit__(self, *_error: object) -> None:
+        if self._now is not None:
+            self._now.restore()
+        self._now = None
 
 
 class _StandIns(AbstractContextManager[None]):

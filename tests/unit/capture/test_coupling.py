@@ -60,7 +60,10 @@ STATEFUL: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         lambda: normed(parametrized(nn.Linear(HIDDEN, HIDDEN))),
         ("1.parametrizations.weight.0._u", "1.parametrizations.weight.0._v"),
     ),
-    "spectral norm by hook": (lambda: normed(nn.utils.spectral_norm(nn.Linear(HIDDEN, HIDDEN))), ("1.weight_u", "1.weight_v")),
+    "spectral norm by hook": (
+        lambda: normed(nn.utils.spectral_norm(nn.Linear(HIDDEN, HIDDEN))),
+        ("1.weight_u", "1.weight_v"),
+    ),
     "InstanceNorm's running statistics": (
         lambda: nn.Sequential(
             nn.Unflatten(1, (3, INPUTS // 3)),
@@ -161,15 +164,15 @@ def planned(budget_bytes: int, *, splits_coupled_batches: bool = False):
 
 def test_a_plan_does_not_split_such_a_batch_unasked_and_says_what_that_changes() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"each forward changes what the next one finds.*1\.parametrizations.*--split-batch-norm"
+        InfeasibleError,
+        match=r"each forward changes what the next one finds.*1\.parametrizations.*--split-batch-norm",
     ):
         planned(100_000)
     plan = planned(100_000, splits_coupled_batches=True)
     assert plan.settings.gradient_accumulation_steps > 1
     (note,) = [note for note in plan.notes if "parametrizations" in note]
-    assert note.startswith(
-        f"Each forward changes what the next one finds: {plan.settings.gradient_accumulation_steps} times a step"
-    )
+    steps = plan.settings.gradient_accumulation_steps
+    assert note.startswith(f"Each forward changes what the next one finds: {steps} times a step")
 
 
 def test_the_certificate_of_such_a_split_says_why_it_compares_the_loss_alone() -> None:
