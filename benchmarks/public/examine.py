@@ -32,9 +32,12 @@ BUDGET_FRACTION = 1.1
 ROUNDINGS = 1000
 """By so many roundings of float32 a loss may differ where a batch is split or a loss is computed in chunks, as
 `bf.verify` states."""
+SEARCH_FRACTION = 0.02
+"""To this the least feasible budget is searched, where no refusal names it."""
 CHANGE_FRACTION = 0.01
-"""By so much of how far the steps moved them weights and buffers may differ where something is summed in another
-order: Adam divides by a gradient's own size, so where a gradient is nothing but rounding, so is the move."""
+"""By so much of how far the steps moved them may weights and buffers differ where something is summed in
+another order: Adam divides by a gradient's own size, so where a gradient is nothing but rounding, so is the
+move."""
 SMALL_LOSS = 0.01
 """A smaller loss is compared as if it were so large."""
 
@@ -91,7 +94,7 @@ class Row:
     """The least feasible budget."""
     plan: Carried | None = None
     whole: Carried | None = None
-    """Of the plan with the whole batch as one micro-batch, in its own least budget; None where `plan` is one."""
+    """Of the plan with the whole batch as one micro-batch, in its own least budget; None if `plan` is one."""
     refusals: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -165,22 +168,24 @@ def _carried_out(case: JobCase, row: Row, pins: dict[str, int]) -> Carried:
 
 
 def _least_bytes(job: bf.Job, samples: int, pins: dict[str, int]) -> int:
-    """The smallest predicted peak of all plans, which the refusal of a smaller budget names.
+    """The least feasible budget: the smallest predicted peak of all plans, which a refusal names.
 
-    The refusal of a budget below parameters, gradients and optimizer state names that of some small step.
+    The refusal of a budget below parameters, gradients and optimizer state may name that of some small step,
+    which need not be the smallest; then budgets between the two are halved.
     """
-    least_bytes = 1
-    budget_bytes = 1
-    while True:
+    below, above = 1, math.inf
+    budget_bytes = below
+    while above - below > SEARCH_FRACTION * below:
         try:
             plan = bf.plan(job, "cpu", budget=budget_bytes, global_batch_size=samples, **pins)
         except bf.InfeasibleError as error:
             if "smallest predicted peak" in str(error):
                 return error.smallest_peak_bytes
-            least_bytes = error.smallest_peak_bytes
+            below, above = budget_bytes, min(above, error.smallest_peak_bytes)
         else:
-            least_bytes = plan.predicted_peak_device_bytes
-        budget_bytes = least_bytes - 1
+            above = plan.predicted_peak_device_bytes
+        budget_bytes = int(below + above) // 2
+    return int(above)
 
 
 def _compare(case: JobCase, plan: bf.Plan, found: Carried) -> None:
@@ -191,8 +196,8 @@ def _compare(case: JobCase, plan: bf.Plan, found: Carried) -> None:
         abs(loss - expected) / max(abs(expected), SMALL_LOSS)
         for loss, expected in zip(planned.losses, by_hand.losses, strict=True)
     )
-    found.weight_difference = _difference(by_hand, planned, "weights")
-    found.buffer_difference = _difference(by_hand, planned, "buffers")
+    found.weight_difference = difference(by_hand, planned, "weights")
+    found.buffer_difference = difference(by_hand, planned, "buffers")
     if not (found.loss_difference or found.weight_difference or found.buffer_difference):
         found.verdict = EQUAL
     elif not _sums_otherwise(case, plan):
@@ -217,7 +222,7 @@ def _sums_otherwise(case: JobCase, plan: bf.Plan) -> bool:
     )
 
 
-def _difference(by_hand: Trained, planned: Trained, what: str) -> float:
+def difference(by_hand: Trained, planned: Trained, what: str) -> float:
     """How far tensors are apart, over how far the steps by hand moved them, in the Euclidean norm of all."""
     apart = moved = 0.0
     for name, expected in by_hand.end[what].items():

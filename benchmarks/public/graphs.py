@@ -43,7 +43,7 @@ def nodes_by_a_gcn() -> bf.Job:
     return bf.Job(
         model=lambda: GCN(nfeat=128, nhid=16, nclass=7, dropout=0.5),
         loss=nodes_loss,
-        batch=lambda n: one,
+        batch=lambda _: one,
         optimizer=partial(adam, lr=0.01, weight_decay=5e-4),
     )
 
@@ -58,7 +58,7 @@ def nodes_by_attention() -> bf.Job:
     return bf.Job(
         model=lambda: GAT(nfeat=64, nhid=8, nclass=7, dropout=0.6, alpha=0.2, nheads=4),
         loss=nodes_loss,
-        batch=lambda n: one,
+        batch=lambda _: one,
         optimizer=partial(adam, lr=0.005, weight_decay=5e-4),
     )
 

@@ -65,8 +65,8 @@ def rays_by_two_fields() -> bf.Job:
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         found = render_rays(
-            batch["rays"], model.coarse, query, N_samples=12, perturb=1.0, N_importance=12, network_fine=model.fine,
-            raw_noise_std=1.0,
+            batch["rays"], model.coarse, query, network_fine=model.fine, N_samples=12, N_importance=12,
+            perturb=1.0, raw_noise_std=1.0,
         )  # fmt: skip
         return F.mse_loss(found["rgb_map"], batch["colours"]) + F.mse_loss(found["rgb0"], batch["colours"])
 

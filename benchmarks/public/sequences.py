@@ -57,8 +57,9 @@ def series_by_their_periods() -> bf.Job:
     from models.TimesNet import Model
 
     configs = Namespace(
-        task_name="long_term_forecast", enc_in=SERIES, c_out=SERIES, seq_len=PAST, label_len=48, pred_len=FUTURE,
-        e_layers=2, d_model=16, d_ff=16, top_k=3, num_kernels=3, embed="timeF", freq="h", dropout=0.1,
+        task_name="long_term_forecast", enc_in=SERIES, c_out=SERIES, seq_len=PAST, label_len=48,
+        pred_len=FUTURE, e_layers=2, d_model=16, d_ff=16, top_k=3, num_kernels=3, embed="timeF",
+        freq="h", dropout=0.1,
     )  # fmt: skip
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -76,7 +77,8 @@ def forecast_by_residual_stacks() -> bf.Job:
     def model() -> nn.Module:
         net: nn.Module = NBeatsNet(
             stack_types=[NBeatsNet.GENERIC_BLOCK, NBeatsNet.TREND_BLOCK, NBeatsNet.SEASONALITY_BLOCK],
-            forecast_length=8, backcast_length=40, thetas_dim=[7, 4, 8], nb_blocks_per_stack=2, hidden_layer_units=96,
+            forecast_length=8, backcast_length=40, thetas_dim=[7, 4, 8], nb_blocks_per_stack=2,
+            hidden_layer_units=96,
         )  # fmt: skip
         return net
 

@@ -152,8 +152,9 @@ def stories_by_a_small_llama() -> bf.Job:
 )
 def translator() -> bf.Job:
     """The loss is a sum over words that are not padding, smoothed; padding differs between sentences."""
-    from train import cal_loss
     from transformer.Models import Transformer
+
+    from train import cal_loss
 
     def batch(n: int) -> dict[str, Tensor]:
         made = {"source": torch.randint(2, 300, (n, 24)), "target": torch.randint(2, 300, (n, 25))}

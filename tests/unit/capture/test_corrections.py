@@ -188,6 +188,43 @@ def test_cublas_takes_a_workspace_in_the_forwards_thread_and_in_autograds(
     assert changed_bytes(trace, "cublas_workspace") == 2 * workspace_bytes
 
 
+class Head(nn.Module):
+    """A head over time-first hidden states, by attention's projections or a linear layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(16, 16), kind
+        self.head = (
+            nn.MultiheadAttention(16, 2, batch_first=True) if kind == "attention" else nn.Linear(16, 500)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.kind == "attention":
+            return self.head(hidden, hidden, hidden, need_weights=False)[0]
+        hidden = hidden.transpose(1, 2).contiguous().transpose(1, 2)  # as behind a convolution
+        if self.kind == "by hand":
+            return hidden @ self.head.weight.T + self.head.bias
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("kind", ["layer", "by hand", "attention"])
+def test_a_linear_layer_adds_its_bias_in_place_as_it_does_outside_of_a_capture(kind: str) -> None:
+    """A sum that the model writes is not in place."""
+    with_bias = Job(
+        model=lambda: Head(kind),
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        batch=lambda n: {"x": torch.randn(n, 24, 16)},
+        optimizer="sgd",
+    )
+    settings = Settings(micro_batch_size=8)
+    trace = capture_step(with_bias, settings, CPU)
+    measured = measure_step(with_bias, settings, steps=1).measured_peak_allocated_bytes
+    assert predict_memory(trace).peak_allocated_bytes == pytest.approx(measured, rel=1e-3)
+    product = {"layer": 8 * 24 * 500 * 4, "by hand": 0, "attention": 8 * 24 * 3 * 16 * 4}[kind]
+    assert changed_bytes(trace, "in_place_bias") == -product
+
+
 def test_backward_of_gather_writes_in_place_as_it_does_outside_of_a_capture() -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"]).gather(1, batch["y"][:, None]).mean()
@@ -343,7 +380,14 @@ def test_what_the_backward_of_an_lstm_holds_inside_is_what_the_profiler_sees(
 
 
 def test_the_rules_of_one_device_are_not_those_of_another() -> None:
-    everywhere = {"fake_forms", "host_arrays", "in_place_backward", "quantised_weights", "unknown_ops"}
+    everywhere = {
+        "fake_forms",
+        "host_arrays",
+        "in_place_backward",
+        "in_place_bias",
+        "quantised_weights",
+        "unknown_ops",
+    }
     kernels = {"contiguous_copies", "kernel_temporaries", "lstm_memory", "reduced_losses"}
     on_cpu = everywhere | kernels | {"padded_sequences", "random_state"}
     assert names(capture(job(mlp))) == on_cpu | ({"blocked_convolution"} if ONE_DNN else set())
@@ -367,6 +411,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "hidden_copies",
         "host_arrays",
         "in_place_backward",
+        "in_place_bias",
         "index_backward",
         "norm_parts",
         "packed_sequences",

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from brimful.capture.corrections.common.fake_forms import FakeForms
 from brimful.capture.corrections.common.host_arrays import HostArrays
 from brimful.capture.corrections.common.in_place_backward import InPlaceBackward
+from brimful.capture.corrections.common.in_place_bias import InPlaceBias
 from brimful.capture.corrections.common.quantised_weights import QuantisedWeights
 from brimful.capture.corrections.common.unknown_ops import UnknownOps
 from brimful.capture.corrections.cpu.blocked_convolution import BlockedConvolution
@@ -70,6 +71,7 @@ RULES: tuple[type[Rule], ...] = (
     QuantisedWeights,
     FakeForms,
     InPlaceBackward,
+    InPlaceBias,
     BlockedConvolution,
     LstmMemory,
     ContiguousCopies,
