@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from silent_errors import losses, steps
+from silent_errors import losses, predictions, steps
 from silent_errors.case import Case
 
 CASES: tuple[Case, ...] = (
     *losses.CASES,
+    *predictions.CASES,
     *steps.CASES,
 )

@@ -24,7 +24,7 @@ class Growth:
 
     def note_step(self) -> None:
         """Note what is held; to be called before each step and after the last."""
-        self._held_bytes.append(self._recorder.ledger.live_bytes)
+        self._held_bytes.append(self._recorder.places.device_bytes)
         live = frozenset(self._recorder.ledger.live.values())
         self._new, self._latest = live - self._latest, live
 

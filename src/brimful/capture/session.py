@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brimful.batches import layout_of
+from brimful.batches import layout_of, named_tensors
 from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import CorrectedFunctions, Rule
@@ -32,6 +32,7 @@ from brimful.capture.loop import run_loop
 from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.places import Place, devices_told
 from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.update import Recorded, RecordedPart, after_setup, with_update
 from brimful.capture.repeats import Shortening
@@ -69,6 +70,7 @@ class CaptureSession:
         compiled: Notes code for `torch.compile`; in force.
         shortening: Blocks of the model that do not run; `settings` have no actions for them.
         part: What runs of a step.
+        cpu_is_device: Whether the job's code is known to call its device "cpu".
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class CaptureSession:
         compiled: CompiledCode,
         shortening: Shortening | None = None,
         part: StepPart = ALL_OF_STEP,
+        *,
+        cpu_is_device: bool = False,
     ) -> None:
         self._job, self._settings, self._device, self._rules = job, settings, device, rules
         self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -99,6 +103,7 @@ class CaptureSession:
                 outside=self._outside,
                 host_is_device=is_cpu,
                 runs_own_loop=job.loop is not None,
+                cpu_is_device=cpu_is_device,
             ),
             compiled=compiled,
             coupling=Coupling(self._model, loss_parts(job), self._outside),
@@ -153,6 +158,11 @@ class CaptureSession:
         self._held.restore()
         return trace, written
 
+    @property
+    def cpu_is_device_after_all(self) -> bool:
+        """Whether code calls its device "cpu", while what it moved there was put on the host."""
+        return self._observers.recorder.places.is_wrong
+
     def run_part(self) -> RecordedPart | None:
         """Run a part of one step; None if it cannot be joined to the other part."""
         with self._patched() as sharded:
@@ -161,8 +171,12 @@ class CaptureSession:
                 written = self._run_steps(1, sharded, frozenset())
         step = self._captured
         assert step is not None
-        is_unsure = written or (not self._observers.part.has_model and self._known.has_assumed)
-        is_unsure = is_unsure or not self._observers.coupling.carried.is_settled
+        is_unsure = (
+            written
+            or self.cpu_is_device_after_all
+            or not self._observers.coupling.carried.is_settled
+            or (not self._observers.part.has_model and self._known.has_assumed)
+        )
         recorded = None if is_unsure else step.seams.recorded(step.optimizer, self._rules)
         applied.remove()
         self._held.restore()
@@ -217,15 +231,21 @@ class CaptureSession:
     @contextmanager
     def _recording(self) -> Iterator[CorrectedFunctions]:
         """The modes of a capture are in force."""
-        functions = CorrectedFunctions(self._rules)
+        recorder = self._observers.recorder
+        functions = CorrectedFunctions(self._rules, recorder.places)
+        if recorder.places.are_two:
+            for _, tensor in named_tensors(self._batch):
+                recorder.places.put(tensor, Place.BATCH)
         with (
             self._modules.follow(),
             self._outside.left_alone(self._model),
             self._mode,
+            devices_told() if recorder.places.are_two else nullcontext(),
             functions,
-            self._observers.recorder,
+            recorder,
         ):
             yield functions
+        recorder.places.settle()
 
     def _run_steps(self, steps: int, sharded: Sharded | None, written_inputs: frozenset[str]) -> frozenset[str]:
         """Run brimful's own step; the tensors of the batch that the loss wrote to."""

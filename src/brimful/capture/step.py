@@ -63,17 +63,18 @@ def capture_step(
     # On a CPU, tensors of the batch that the loss changes in-place are copied. A first capture finds them, and
     # then the step is captured again.
     written_inputs: frozenset[str] = frozenset()
+    cpu_is_device = False
     while True:
         report(f"capturing {settings.describe()}")
         rules = rules_for(device, settings, without)
         if job.loop is None:
             check_coupled(job, settings)
         with _capturing(job, settings) as compiled:
-            session = CaptureSession(job, settings, device, rules, guess, compiled)
+            session = CaptureSession(job, settings, device, rules, guess, compiled, cpu_is_device=cpu_is_device)
             trace, written = session.run(steps, evaluates=evaluates, written_inputs=written_inputs)
-        if written == written_inputs:
+        if written == written_inputs and not session.cpu_is_device_after_all:
             return replace(trace, own_checkpoints=own_checkpoints(trace))
-        written_inputs = written
+        written_inputs, cpu_is_device = written, cpu_is_device or session.cpu_is_device_after_all
 
 
 def capture_short_step(
@@ -100,7 +101,8 @@ def capture_short_step(
     with _capturing(job, settings) as compiled:
         session = CaptureSession(job, reduced, device, rules, guess, compiled, shortening)
         trace, written = session.run(1, evaluates=False, written_inputs=frozenset())
-    return None if written else _whole(trace, settings, shortening, rules)
+    is_unsure = written or session.cpu_is_device_after_all
+    return None if is_unsure else _whole(trace, settings, shortening, rules)
 
 
 def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:

@@ -99,7 +99,10 @@ def _what_was_asked(request: Request) -> Iterator[str]:
 
 
 def _options(capture: Capture, request: Request, smallest: Estimate, baseline: Trace) -> Iterator[str]:
-    """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
+    """Changes that would fit, none of which is made unasked: they change the mathematics or the budget.
+
+    One whose prediction is uncertain is not advised: that it fits is not known.
+    """
     settings = smallest.settings
     may_fit = not Floor.of(baseline, request).is_over(request)
     may_fit_without_state = not Floor.of(baseline, request, has_state=False).is_over(request)
@@ -119,7 +122,7 @@ def _options(capture: Capture, request: Request, smallest: Estimate, baseline: T
             estimate = estimate_unlimited(per_rank_trace(trace), request.device)
         except (CaptureError, UsageError):  # what is pinned may not go with it
             continue
-        if estimate.predicted_peak_device_bytes <= request.budget_bytes:
+        if estimate.predicted_peak_device_bytes <= request.budget_bytes and not estimate.uncertain_ops:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
     if may_fit_without_state:
         yield from _more_host_memory(capture, request, settings)

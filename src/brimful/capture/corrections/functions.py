@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from brimful.capture.corrections.rule import Rule
+from brimful.capture.recording.places import Places
 
 
 class CorrectedFunctions(TorchFunctionMode):
@@ -17,10 +18,15 @@ class CorrectedFunctions(TorchFunctionMode):
 
     A function mode is out of force inside `Tensor.backward`; a recomputation there would choose other ops than
     the forward did. So backward runs under the mode once more.
+
+    Args:
+        rules: Whose functions are called.
+        places: Follows where functions put what they make.
     """
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule], places: Places) -> None:
         super().__init__()
+        self._places = places
         self._stand_ins = {
             function: stand_in for rule in rules for function, stand_in in rule.functions().items()
         }
@@ -40,9 +46,14 @@ class CorrectedFunctions(TorchFunctionMode):
         stand_in = self._stand_ins.get(func)
         if stand_in is not None:
             return stand_in(*args, **kwargs)
-        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}  # where the fakes are
-        return func(*args, **kwargs)
+        place = self._places.asked(func, kwargs)
+        if place is None:
+            return func(*args, **kwargs)
+        named = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if str(named.get("device")).startswith("cuda"):
+            named["device"] = "cpu"  # where the fakes are
+        with self._places.making(place):
+            return func(*args, **named)
 
     @contextmanager
     def follow_backward(self, call: Callable[[bool], None]) -> Iterator[None]:

@@ -13,9 +13,6 @@ from brimful.execution.losses import loss_counts
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 
-HOST_MARK = "_brimful_host"
-"""Attribute of fake tensors that stand for a batch in the host's memory."""
-
 
 def make_fake_batch(
     job: Job, settings: Settings, mode: FakeTensorMode, known: KnownValues, *, host_is_device: bool
@@ -48,7 +45,6 @@ def make_fake_batch(
             return fakes[id(tensor)]
         fake = fakes[id(tensor)] = to_fake(tensor, mode, parts=parts if tensor.dim() else 1)
         known.remember(fake, tensor)
-        setattr(fake, HOST_MARK, True)
         return fake
 
     return map_tensors(real, with_values)

@@ -155,11 +155,6 @@ class StorageLedger:
             self.free(index)
         self._temporaries.clear()
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that tensors hold now, without blocks that no tensor owns."""
-        return sum(self.blocks[index].size_bytes for index in self.live.values())
-
     def _add(self, block: Block) -> int:
         index = len(self.blocks)
         self.blocks.append(block)

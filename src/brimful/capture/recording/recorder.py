@@ -7,7 +7,7 @@ Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._pyt
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from brimful.capture.recording.lines import calling_line
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.op_info import OpInfo, describe_op
 from brimful.capture.recording.op_log import OpLog
+from brimful.capture.recording.places import DEVICE, Place, Places
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.runner import FakeRunner
 from brimful.capture.recording.traffic import depends_on_shape_alone
@@ -50,6 +51,7 @@ class Recorder(TorchDispatchMode):
         outside: Has fakes for real tensors that ops read beside the model; None leaves those as they are.
         host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
         runs_own_loop: Whether the job's own loop runs, which sets torch's flags itself.
+        cpu_is_device: Whether code is known to call its device "cpu"; see `Places`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Recorder(TorchDispatchMode):
         outside: OutsideTensors | None = None,
         host_is_device: bool = False,
         runs_own_loop: bool = False,
+        cpu_is_device: bool = False,
     ) -> None:
         super().__init__()
         self.runs_own_loop = runs_own_loop
@@ -70,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self.values = ValueReader(known, modules, self.position, self.facts)
         self._log = OpLog(modules, self.position)
         self.ledger = StorageLedger(self._log.ops, self.facts)
+        self.places = Places(self.ledger, are_two=not host_is_device, cpu_is_device=cpu_is_device)
         self._runner = FakeRunner(self.values)
         self._outside = outside
         self._rules = tuple(rules)
@@ -128,6 +132,8 @@ class Recorder(TorchDispatchMode):
             self.carried.use.note(func, args, kwargs)
         if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
             args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
+        if kwargs.get("device") == DEVICE:
+            kwargs = {**kwargs, "device": torch.device("cpu")}  # where the fakes are
         in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
         for before_op in info.before:
             before_op(func, args, in_backward=in_backward)
@@ -146,6 +152,8 @@ class Recorder(TorchDispatchMode):
             line = calling_line()
             label = f"{shape} {str(tensor.dtype).removeprefix('torch.')}" + (f" read in {line}" if line else "")
             self.mark([fake], Category.OTHER_TENSORS, [label])
+            if tensor.device.type == "cpu":
+                self.places.note_unnamed(fake)
         return fake
 
     def _record(
@@ -155,7 +163,9 @@ class Recorder(TorchDispatchMode):
         out, found, cached = result
         inputs = list(tensors_in((args, kwargs))) if found is None else found
         outputs = list(tensors_in(out))
-        for after_op in info.after:
+        place, decided_by = self.places.of_results(func, inputs)
+        is_on_host = place in (Place.NAMED, Place.HOST)
+        for after_op in () if is_on_host else info.after:
             after_op(func, args, kwargs, outputs)
         work = None if cached is None else cached.work
         may_be_known = work.may_be_known if work else all(map(is_followed, outputs))
@@ -168,11 +178,24 @@ class Recorder(TorchDispatchMode):
             if cached is not None and all(map(depends_on_shape_alone, inputs)):
                 cached.work = work
         made_ops_ago = self._made_ops_ago(args[0]) if info.is_in_place else 0
-        op = self._log.add(info, work, made_ops_ago)
+        with self.position.on_host() if is_on_host else nullcontext():
+            op = self._log.add(info, work, made_ops_ago)
         if not self.position.is_on_host and (self.host_is_device or not info.is_copy_to_host):
             for tensor in outputs:
-                self.ledger.track(tensor, info.name, op)
+                self._place(tensor, place, decided_by, info.name, op)
         self.ledger.record_temporaries()
+
+    def _place(self, tensor: Tensor, place: Place, decided_by: tuple[int, ...], label: str, op: int) -> None:
+        """Record a tensor that an op made or wrote to, unless it is on the host."""
+        if self.places.is_on_host(tensor):
+            return
+        if place in (Place.NAMED, Place.HOST) and self.ledger.index_of(tensor) is None:
+            self.places.put(tensor, place)
+            return
+        is_new = self.ledger.index_of(tensor) is None
+        self.ledger.track(tensor, label, op)
+        if place is Place.UNNAMED and is_new:
+            self.places.note_unnamed(tensor, decided_by)
 
     def _made_ops_ago(self, tensor: object) -> int:
         """How many ops before the one to be recorded a tensor's memory was made; 0 if not by one."""

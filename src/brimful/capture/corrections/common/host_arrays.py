@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from brimful.capture.corrections.cuda.device_calls import is_cuda
 from brimful.capture.corrections.rule import Rule
-from brimful.capture.fakes.batch import HOST_MARK
+from brimful.capture.recording.places import Place
 from brimful.replaced import replaced
 
 
@@ -23,8 +22,7 @@ class HostArrays(Rule):
 
     Unknown ones are 1 where they are whole, true where they are conditions, and else lie about 1 and differ, so
     that a matrix of them can be inverted. A single one is 1, as where one number is read. What is made of lists
-    or arrays is on the host, unless a device is asked for: "cuda", or a `torch.device`, such as that of another
-    tensor, which is a fake's on the CPU.
+    or arrays is on the host, unless another device is asked for.
     """
 
     name = "host_arrays"
@@ -54,15 +52,19 @@ class HostArrays(Rule):
 
         def made(data: Any, *args: Any, **kwargs: Any) -> Tensor:
             device = kwargs.get("device")
-            is_moved = is_cuda(device) or (self.target.kind == "cuda" and isinstance(device, torch.device))
-            tensor = make(data, *args, **kwargs | ({"device": "cpu"} if is_moved else {}))
+            places = self.recorder.places
+            is_named = device is not None and places.names_host(device)
+            is_moved = device is not None and places.names_device(device)
+            on_fakes = {"device": "cpu"} if is_named or is_moved else {}
+            with places.making(Place.DEVICE if is_moved else Place.HOST):
+                tensor = make(data, *args, **kwargs | on_fakes)
             if isinstance(data, Tensor) or tensor.dim() == 0 or not isinstance(tensor, FakeTensor):
                 return tensor
             is_shared = isinstance(data, np.ndarray) and make is not torch.tensor
             if is_moved or (self.target.kind == "cpu" and not is_shared):
                 self.recorder.ledger.track(tensor, make.__name__)
-            elif self.target.kind != "cpu":
-                setattr(tensor, HOST_MARK, True)
+            elif places.are_two:
+                places.put(tensor, Place.NAMED if is_named else Place.HOST)
             return tensor
 
         return made

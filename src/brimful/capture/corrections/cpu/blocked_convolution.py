@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ _DEPTHWISE_KERNEL = 3
 """oneDNN's kernel for the weights of one channel each takes no wider one, see `_has_kernel_of_its_own`."""
 _WIDEST_KERNEL = 14
 """oneDNN's kernels for gradients take no wider one: ONEDNN_VERBOSE shows matrices for 15 and 16, not for 14."""
+_GROUP_BLOCKS = (16, 8, 4)
+"""Channels per block where groups have more than one each: as many as divide a group's, of input and output.
+ONEDNN_VERBOSE shows matrices where none do."""
+_MOST_AS_THEY_ARE = 3
+"""Channels that the kernel for the first convolution reads without blocks for the weights' gradient. Of 4 to 15,
+oneDNN takes its kernel for AVX2, as ONEDNN_VERBOSE shows with torch 2.13 on AVX-512."""
+_AVX2_BLOCK = 8
 _REDUCTIONS = 4
 """Gradients of the weights, for each thread, that oneDNN's convolution by matrices makes room for: the size of
 a float too often, as the profiler shows. Source: oneDNN src/cpu/gemm_convolution_utils.cpp."""
@@ -87,9 +94,9 @@ class _Convolution:
         return self.weight.shape[-1] <= _WIDEST_KERNEL
 
     def column_bytes(self) -> int:
-        """Each output position's patch of one sample and group."""
-        numel = prod(self.weight.shape[1:]) * prod(self.y.shape[2:])
-        return numel * self.y.element_size()
+        """Each position's patch of one sample and group, on one level of a volume."""
+        narrow = self.x if self.is_transposed else self.y
+        return prod(self.weight.shape[1:]) * prod(narrow.shape[2:][-2:]) * narrow.element_size()
 
     def is_of_onednn(self) -> bool:
         kernel, samples = self.weight.shape[2:], self.x.shape[0]
@@ -113,7 +120,24 @@ class _Convolution:
 
     def is_by_rows(self, widens: bool) -> bool:
         """Whether the kernel for what widens by a stride is used: it takes rows of channels, without blocks."""
-        return widens and max(self.stride) > 1 and self.groups == 1
+        has_rows = self.groups == 1 or self.block() is None
+        return widens and max(self.stride) > 1 and max(self.dilation) == 1 and has_rows
+
+    def is_pointwise(self) -> bool:
+        return set(self.weight.shape[2:]) == {1}
+
+    def block(self) -> int | None:
+        """Channels per block of the activations; None where oneDNN multiplies matrices instead."""
+        if self.is_pointwise() and max(self.padding) > 0 and self.groups == 1:
+            return None
+        if self.groups == 1 or self.is_depthwise():
+            return _block()
+        of_group = gcd(self.x.shape[1] // self.groups, self.y.shape[1] // self.groups)
+        return next((size for size in _GROUP_BLOCKS if size <= _block() and of_group % size == 0), None)
+
+    def widens_by_matrices(self) -> bool:
+        """Whether an input's gradient is by matrices: no kernel takes a dilation and a stride, or one channel."""
+        return max(self.dilation) > 1 and (max(self.stride) > 1 or self.is_depthwise())
 
     def is_channels_last(self) -> bool:
         """Whether torch suggests it for input or weight, by strides, so that size 1 counts as it does in torch.
@@ -132,28 +156,29 @@ class _Convolution:
 
     def columns_bytes(self) -> int:
         """Input patches of all output positions, (C_in · kernel sizes, positions); 0 if the input serves."""
-        if set(self.weight.shape[2:]) == {1} and max(self.stride) == 1 and max(self.padding) == 0:
+        if self.is_pointwise() and max(self.stride) == 1 and max(self.padding) == 0:
             return 0
-        return self.y.shape[0] * self.column_bytes()
+        return self.y.shape[0] * prod(self.weight.shape[1:]) * prod(self.y.shape[2:]) * self.y.element_size()
 
-    def source_bytes(self, tensor: Tensor) -> int:
-        """None for a source of less than a block: oneDNN reads it as it is."""
-        if self.groups == 1 and tensor.shape[1] < _block():
-            return 0
-        return _blocked_bytes(tensor)
+    def reads_as_it_is(self, source: Tensor) -> bool:
+        """Whether what a forward reads has less than a block of channels, so that nothing is copied."""
+        return self.groups == 1 and source.shape[1] < _block() and not self.is_pointwise()
 
     def weight_by_rows_bytes(self) -> int:
         """Bytes of the weight with the channels of what it makes filled up, which are its second dimension."""
-        return self.weight.nbytes // self.weight.shape[1] * _up(self.weight.shape[1])
+        return self.weight.nbytes // self.weight.shape[1] * round_up(self.weight.shape[1], _block())
 
-    def blocked_weight_bytes(self) -> int:
-        """Bytes of the weight with its channels filled up, the groups' own where each has one channel."""
+    def blocked_weight_bytes(self, block: int, *, source: Tensor | None = None) -> int:
+        """Bytes of the weight with its channels filled up, the groups' own where each has one channel.
+
+        Those of a source that is read as it is are not.
+        """
         outer, inner, *kernel = self.weight.shape
         if self.is_depthwise():
-            numel = _up(self.groups)
+            numel = round_up(self.groups, block)
         else:
-            read = inner if self.groups == 1 and inner < _block() else _up(inner)
-            numel = self.groups * _up(outer // self.groups) * read
+            read = inner if source is not None and self.reads_as_it_is(source) else round_up(inner, block)
+            numel = self.groups * round_up(outer // self.groups, block) * read
         return numel * prod(kernel) * self.weight.element_size()
 
 
@@ -174,16 +199,36 @@ def _convolution(x: Tensor, weight: Tensor, y: Tensor, how: Sequence[Any]) -> _C
 
 def _forward_bytes(c: _Convolution) -> int:
     """The most that is live at once, the output included."""
-    y = c.y.nbytes
     copied = c.copied_bytes(c.x)
     if not c.is_of_onednn():
-        return y + copied + c.columns_bytes()
+        return c.y.nbytes + copied + c.columns_bytes()
     if c.is_channels_last():
-        return y + copied + c.copied_bytes(c.weight) + c.blocked_weight_bytes()
-    if c.is_by_rows(c.is_transposed):
-        return copied + max(c.x.nbytes + c.weight_by_rows_bytes() + y, 3 * y)
-    blocked_y = _blocked_bytes(c.y)
-    return copied + max(c.source_bytes(c.x) + c.blocked_weight_bytes() + blocked_y, blocked_y + y)
+        source = None if c.is_transposed else c.x
+        weight = c.copied_bytes(c.weight) + c.blocked_weight_bytes(_block(), source=source)
+        return c.y.nbytes + copied + weight
+    return copied + (_widened_bytes(c, c.x, c.y) if c.is_transposed else _narrowed_bytes(c, c.x, c.y))
+
+
+def _narrowed_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
+    """What convolving a source takes: its copy, the weight's and the result's, or the result in both layouts."""
+    block = c.block()
+    if block is None:
+        return result.nbytes + max(c.column_bytes(), result.nbytes)
+    of_source = 0 if c.reads_as_it_is(source) else _blocked_bytes(source, block)
+    blocked = _blocked_bytes(result, block)
+    weight = c.blocked_weight_bytes(block, source=source)
+    return max(of_source + weight + blocked, blocked + result.nbytes)
+
+
+def _widened_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
+    """The same in the direction that makes more positions of a stride: an input's gradient, or transposed."""
+    block = c.block()
+    if c.is_by_rows(widens=True):
+        return max(source.nbytes + c.weight_by_rows_bytes() + result.nbytes, 3 * result.nbytes)
+    if block is None or c.widens_by_matrices():
+        return result.nbytes + max(c.column_bytes(), result.nbytes)
+    blocked = _blocked_bytes(result, block)
+    return max(_blocked_bytes(source, block) + c.blocked_weight_bytes(block) + blocked, blocked + result.nbytes)
 
 
 def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
@@ -202,14 +247,11 @@ def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
 def _input_gradient_bytes(c: _Convolution) -> int:
     """Copies of the output's gradient, the weight and the result at once, or the result in all layouts."""
     if c.is_channels_last():
-        return c.x.nbytes + c.blocked_weight_bytes()
-    if c.is_by_rows(not c.is_transposed):
-        return max(c.y.nbytes + c.weight_by_rows_bytes() + c.x.nbytes, 3 * c.x.nbytes)
-    if not c.is_narrow() and not c.is_depthwise():
+        source = c.y if c.is_transposed else None
+        return c.x.nbytes + c.blocked_weight_bytes(_block(), source=source)
+    if not c.is_narrow() and not c.is_depthwise() and not c.is_by_rows(not c.is_transposed):
         return c.x.nbytes + max(c.column_bytes(), c.x.nbytes)
-    blocked_x = _blocked_bytes(c.x)
-    blocked_y = c.source_bytes(c.y) if c.is_transposed else _blocked_bytes(c.y)
-    return max(blocked_y + c.blocked_weight_bytes() + blocked_x, blocked_x + c.x.nbytes)
+    return _narrowed_bytes(c, c.y, c.x) if c.is_transposed else _widened_bytes(c, c.y, c.x)
 
 
 def _weight_gradient_bytes(c: _Convolution) -> int:
@@ -217,18 +259,36 @@ def _weight_gradient_bytes(c: _Convolution) -> int:
 
     A convolution by matrices takes columns and sums in the place of copies.
     """
-    weight, blocked_weight = c.weight.nbytes, c.blocked_weight_bytes()
-    has_kernel = _has_kernel_of_its_own(c) if c.is_depthwise() else c.is_narrow()
+    weight = c.weight.nbytes
+    source, other = (c.y, c.x) if c.is_transposed else (c.x, c.y)
     if c.is_channels_last():
-        if c.is_depthwise() and not has_kernel:
+        blocked_weight = c.blocked_weight_bytes(_block(), source=source)
+        if c.is_depthwise() and not _has_kernel_of_its_own(c):
             # each channel's weight lies in a block of channels by channels
             blocked_weight = c.groups * _block() ** 2 * prod(c.weight.shape[2:]) * c.weight.element_size()
         return blocked_weight + 2 * weight  # in the layout of oneDNN's result, then in channels_last
-    if not has_kernel:
+    block = _weight_gradient_block(c, source)
+    if block is None:
         inside = torch.get_num_threads() * (_REDUCTIONS * weight + c.column_bytes())
         return weight + max(inside, weight)
-    source, other = (c.y, c.x) if c.is_transposed else (c.x, c.y)
-    return blocked_weight + max(c.source_bytes(source) + _blocked_bytes(other), weight)
+    as_it_is = c.reads_as_it_is(source) and source.shape[1] <= _MOST_AS_THEY_ARE
+    blocked_weight = c.blocked_weight_bytes(block, source=source if as_it_is else None)
+    of_source = 0 if as_it_is else _blocked_bytes(source, block)
+    return blocked_weight + max(of_source + _blocked_bytes(other, block), weight)
+
+
+def _weight_gradient_block(c: _Convolution, source: Tensor) -> int | None:
+    """Channels per block for a gradient of the weights; None where oneDNN multiplies matrices."""
+    block = c.block()
+    if block is None:
+        return None
+    if c.is_depthwise():
+        return block if _has_kernel_of_its_own(c) else None
+    if c.reads_as_it_is(source) and source.shape[1] > _MOST_AS_THEY_ARE:
+        block = _AVX2_BLOCK
+    if block < _AVX2_BLOCK or not c.is_narrow() or c.widens_by_matrices():
+        return None
+    return None if block == _AVX2_BLOCK and max(c.dilation) > 1 else block  # which the kernel for AVX2 lacks
 
 
 def _has_kernel_of_its_own(c: _Convolution) -> bool:
@@ -236,7 +296,7 @@ def _has_kernel_of_its_own(c: _Convolution) -> bool:
 
     Source: oneDNN src/cpu/x64/jit_uni_dw_conv_kernel_utils.cpp, the weights' kernel's init_conf.
     """
-    kernel, channels = c.weight.shape[2:], c.x.shape[1]
+    kernel = c.weight.shape[2:]
     for size, step, pad, before, after in zip(
         kernel,
         *(_of_each_dimension(numbers, len(kernel)) for numbers in (c.stride, c.padding)),
@@ -247,22 +307,18 @@ def _has_kernel_of_its_own(c: _Convolution) -> bool:
         end_pad = (after - 1) * step + size - before - pad
         if max(pad, end_pad) > size // 2 or before < size + -pad % step:
             return False
-    return max(c.dilation) == 1 and kernel[-1] <= _DEPTHWISE_KERNEL and channels % _block() == 0
+    return max(c.dilation) == 1 and kernel[-1] <= _DEPTHWISE_KERNEL
 
 
 def _of_each_dimension(numbers: Sequence[int], dimensions: int) -> Sequence[int]:
     return numbers if len(numbers) > 1 else [numbers[0]] * dimensions
 
 
-def _blocked_bytes(tensor: Tensor) -> int:
+def _blocked_bytes(tensor: Tensor, block: int) -> int:
     """Bytes of an (N, C, ...) tensor with C filled up to whole blocks."""
     samples, channels, *space = tensor.shape
-    return samples * _up(channels) * prod(space) * tensor.element_size()
+    return samples * round_up(channels, block) * prod(space) * tensor.element_size()
 
 
 def _block() -> int:
     return _BLOCKS[torch.backends.cpu.get_cpu_capability()]
-
-
-def _up(channels: int) -> int:
-    return round_up(channels, _block())

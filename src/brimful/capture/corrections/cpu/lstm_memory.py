@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
+from brimful.quantities import round_up
 
 # B micro-batch, T sequence, I input size, H hidden size
 
@@ -38,40 +39,43 @@ class LstmMemory(Rule):
             inputs, mode, hidden_size, is_training = args[0], args[14], args[15], True
         else:
             return
-        if mode != _LSTM or inputs.dtype is not torch.float32:
+        if mode != _LSTM or inputs.dtype not in (torch.float32, torch.bfloat16):
             self.recorder.facts.note(f"{func}: the memory of this mode and type is not known")
         elif is_training:
             sizes = (*inputs.shape, hidden_size)  # torch brings samples to the second place before it
+            is_reduced = inputs.dtype is torch.bfloat16
             if func is aten.mkldnn_rnn_layer.default:
-                size_bytes = lstm_workspace_bytes(*sizes)
+                size_bytes = lstm_workspace_bytes(*sizes, element_bytes=inputs.element_size())
                 outputs[-1].untyped_storage().resize_(size_bytes)
                 self.count(size_bytes)
             else:
                 grad_output = args[10]
                 copied_bytes = 0 if grad_output is None or grad_output.is_contiguous() else grad_output.nbytes
-                size_bytes = lstm_backward_bytes(*sizes) + copied_bytes
+                of_type = reduced_lstm_backward_bytes if is_reduced else lstm_backward_bytes
+                size_bytes = of_type(*sizes) + copied_bytes
                 self.add(size_bytes, f"inside {func}")
 
 
-def lstm_workspace_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
-    """Workspace of one layer and direction of an LSTM in float32, for training.
+def lstm_workspace_bytes(
+    sequence: int, samples: int, input_size: int, hidden_size: int, *, element_bytes: int = _FLOAT_BYTES
+) -> int:
+    """Workspace of one layer and direction of an LSTM for training, its gradients in float32.
 
     Gates (T, B, 4H) and hidden states (T, B, H). Of the states before and after it, (2, T + 1, B): those passed
     up and, for backward, the gradients of those passed up and on, each max(I, H) wide, and the cell states with
     their gradients, H wide. All rows but those of cell states are padded; each array takes whole pages.
     """
     states = 2 * (sequence + 1) * samples
-    wide = _leading_dimension(max(input_size, hidden_size))
-    numels = (
-        sequence * samples * _leading_dimension(4 * hidden_size),
-        sequence * samples * _leading_dimension(hidden_size),
-        states * wide,
-        states * hidden_size,
-        states * wide,
-        states * wide,
+    widest = max(input_size, hidden_size)
+    values = (
+        sequence * samples * _leading_dimension(4 * hidden_size, element_bytes),
+        sequence * samples * _leading_dimension(hidden_size, element_bytes),
+        states * _leading_dimension(widest, element_bytes),
         states * hidden_size,
     )
-    return sum(-(-numel * _FLOAT_BYTES // _PAGE_BYTES) * _PAGE_BYTES for numel in numels)
+    gradients = (*2 * (states * _leading_dimension(widest),), states * hidden_size)
+    sizes = (*(numel * element_bytes for numel in values), *(numel * _FLOAT_BYTES for numel in gradients))
+    return sum(round_up(size_bytes, _PAGE_BYTES) for size_bytes in sizes)
 
 
 def lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
@@ -94,8 +98,29 @@ def lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_siz
     return sum(numels) * _FLOAT_BYTES + 2 * _PAGE_BYTES  # arrays begin on pages
 
 
-def _leading_dimension(width: int) -> int:
-    """`get_good_ld` for float32: a multiple of 64 bytes, and no multiple of 256 elements."""
-    step = 64 // _FLOAT_BYTES
+def reduced_lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
+    """What that backward takes in bfloat16, as the profiler shows: it computes gradients in float32.
+
+    The gradient of the outputs (T, B, H), of both last states and a copy of the first cell state (B, H); copies
+    of both weights, (4H, I) and (4H, H), padded; their gradients, (I, 4H) and (H, 4H), padded, in float32;
+    gradients of one step's gates (B, 4H) and of two states (B, H), padded.
+    """
+    gates = 4 * hidden_size
+    widths = (input_size, hidden_size)
+    numels = (
+        sequence * samples * hidden_size,
+        3 * samples * hidden_size,
+        sum(widths) * _leading_dimension(gates),
+        samples * _leading_dimension(gates),
+        2 * samples * _leading_dimension(hidden_size),
+        2 * gates,
+    )
+    copies = sum(gates * _leading_dimension(width, 2) for width in widths) * 2
+    return sum(numels) * _FLOAT_BYTES + copies + 2 * _PAGE_BYTES
+
+
+def _leading_dimension(width: int, element_bytes: int = _FLOAT_BYTES) -> int:
+    """`get_good_ld`: a multiple of 64 bytes, and no multiple of 256 elements."""
+    step = 64 // element_bytes
     rounded = -(-width // step) * step
     return rounded + step if rounded % 256 == 0 else rounded

@@ -64,7 +64,7 @@ class CudaCalls(Rule):
 
     def _statistics(self) -> dict[str, Callable[..., Any]]:
         def held(*_args: Any, **_options: Any) -> int:
-            return self.recorder.ledger.live_bytes
+            return self.recorder.places.device_bytes
 
         def free(*_args: Any, **_options: Any) -> tuple[int, int]:
             return max(self.target.capacity_bytes - held(), 0), self.target.capacity_bytes
