@@ -25,6 +25,7 @@ from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
+from brimful.one_at_a_time import one_at_a_time
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
 from brimful.results import Comparison, EquivalenceReport
@@ -204,7 +205,7 @@ def check_may_split(
     Raises:
         EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
     """
-    with warnings.catch_warnings():
+    with one_at_a_time(), warnings.catch_warnings():
         warnings.simplefilter("error", SplitWarning)
         if permits_layers:
             warnings.simplefilter("ignore", LayerSplitWarning)
@@ -392,11 +393,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Within, torch, Python and NumPy draw from a seed; afterwards as if nothing had been drawn."""
-    before = RandomState.now(device)
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        yield
-    finally:
-        before.restore(device)
+    with one_at_a_time():
+        before = RandomState.now(device)
+        try:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            yield
+        finally:
+            before.restore(device)
