@@ -8,7 +8,9 @@ from attacks.case import Area
 AREAS = (
     Area(name="kills of one process", cases=kills.process_cases),
     Area(name="kills of ranks", cases=kills.rank_cases),
+    Area(name="kills of adapters", cases=kills.adapter_cases),
     Area(name="errors at random ops", cases=memory.run_cases),
+    Area(name="errors in a whole fit", cases=memory.fit_cases),
     Area(name="allocations that fail", cases=memory.allocation_cases),
     Area(name="errors in a step", cases=memory.step_cases),
     Area(name="saves and run directories", cases=saves.tampering_cases),

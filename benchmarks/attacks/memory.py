@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random as python_random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -142,6 +143,15 @@ class Recurrent(nn.Module):
         return self.head(self.gru(x[:, None].repeat(1, 3, 1))[0][:, -1])
 
 
+def _adapted() -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(
+        Net(), peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["blocks.0", "head"])
+    )
+
+
+LORA = "LoRA"
 _ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 CONFIGURATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
     "SGD, momentum": (Net, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
@@ -153,6 +163,7 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.opt
     "spectral norm": (Spectral, _ADAMW),
     "rebound buffers": (Rebound, _ADAMW),
     "GRU": (Recurrent, _ADAMW),
+    LORA: (_adapted, _ADAMW),
 }
 
 
@@ -170,12 +181,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def job(configuration: str, loss_: Callable[..., Tensor] = loss) -> bf.Job:
+def job(configuration: str, loss_: Callable[..., Tensor] = loss, *, workers: int = 0) -> bf.Job:
     """A job of a configuration."""
     model, optimizer = CONFIGURATIONS[configuration]
 
     def data() -> bf.Data:
-        loaders = (DataLoader(Augmented(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False))
+        loader = partial(DataLoader, Augmented(), batch_size=BATCH, num_workers=workers)
+        loaders = (loader(shuffle=shuffle) for shuffle in (True, False))
         return bf.Data(**dict(zip(("train", "validation"), loaders, strict=True)))
 
     return bf.Job(
@@ -225,23 +237,57 @@ def run_cases(seed: int) -> Iterator[Case]:
             yield Case(f"{name}, {error} {seed}.{number}", attack)
 
 
-def _whole_run(name: str, at: Sequence[float], error: Callable[[], BaseException], place: Place) -> Outcome:
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+def fit_cases(seed: int) -> Iterator[Case]:
+    """Memory runs out at a random op of `bf.fit`, which plans, checks and trains, with data workers."""
+    random = Random(f"fit {seed}")
+    for number in range(100):
+        name = random.choice(list(CONFIGURATIONS))
+        error = random.choice(list(ERRORS))
+        attack = partial(_whole_run, name, [random.random()], ERRORS[error], plans=True)
+        yield Case(f"{name}, {error} {seed}.{number}", attack)
+
+
+def plan_and_fit(of: bf.Job, run: Path) -> None:
+    """All that a user's one call does."""
+    bf.fit(
+        of,
+        bf.plan(of, "cpu", global_batch_size=BATCH, split_batch_norm=True),
+        device="cpu",
+        run_dir=run,
+        resume=run.exists(),
+        save_every=2,
+        epochs=2,
+        ema_decay=0.9,
+        max_gradient_norm=1.0,
+        show_progress=False,
+    )
+
+
+def _whole_run(
+    name: str,
+    at: Sequence[float],
+    error: Callable[[], BaseException],
+    place: Place,
+    *,
+    plans: bool = False,
+) -> Outcome:
+    expected = undisturbed(place, name, plans=plans)
     ops = int((expected / "ops").read_text())
     numbers = [int(at[0] * ops)]
     numbers += [numbers[0] + int(each) for each in at[1:]]
     run = place.folder / "run"
+    train = partial(_train, name, plans, run)
 
     def disturbed() -> None:
         with ErrorsAt(numbers, error):
-            fit(job(name), run)
+            train()
 
     ran = place.run(action=call(disturbed))
     is_memory = error in ERRORS.values()
     if ran.status == 0:
         return _check_finished(run, expected, is_memory)
     before = kept_names(run)
-    check_done(place.run(action=call(lambda: fit(job(name), run))))
+    check_done(place.run(action=call(train)))
     check_nothing_lost(run, before)
     _check_finished(run, expected, is_memory)
     if is_memory:
@@ -251,13 +297,35 @@ def _whole_run(name: str, at: Sequence[float], error: Callable[[], BaseException
     return Outcome(note="ended with an error, resumed to the undisturbed run")
 
 
-def _undisturbed(place: Place, name: str, folder: Path) -> None:
-    def counted() -> None:
-        with ErrorsAt([], KeyError) as counting:
-            fit(job(name), folder)
-        (folder / "ops").write_text(str(counting.ops))
+def _train(name: str, plans: bool, run: Path) -> None:
+    if plans:
+        plan_and_fit(job(name, workers=2), run)
+    else:
+        fit(job(name), run)
 
-    check_done(place.run(action=call(counted)))
+
+def undisturbed(place: Place, name: str, *, plans: bool = False) -> Path:
+    """The run of a configuration that nothing disturbs, with what it counts and takes."""
+
+    def make(folder: Path) -> None:
+        check_done(place.run(action=call(lambda: counted(folder))))
+
+    def counted(folder: Path) -> None:
+        from attacks.kills import at_file_operations
+
+        counts = [0]
+        at_file_operations(folder, counts.append)
+        begun = time.monotonic()
+        with ErrorsAt([], KeyError) as counting:
+            _train(name, plans, folder)
+        for each, value in (
+            ("ops", counting.ops),
+            ("seconds", time.monotonic() - begun),
+            ("file operations", counts[-1]),
+        ):
+            (folder / each).write_text(str(value))
+
+    return place.material.once(f"{'fit' if plans else 'memory'}-{name}", make)
 
 
 def _check_finished(run: Path, expected: Path, is_memory: bool) -> Outcome:
@@ -300,7 +368,7 @@ class _OnceIn:
 
 def _allocation(action: Callable[[], object], place: Place) -> None:
     name = "SGD, momentum"
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    expected = undisturbed(place, name)
     run = place.folder / "run"
     check_done(place.run(action=call(lambda: fit(job(name, _OnceIn(5, action)), run))))
     check_equal(run, expected)
@@ -321,7 +389,7 @@ def _raise(error: Callable[[], BaseException]) -> None:
 
 def _step_of_trainer(error: Callable[[], BaseException], place: Place) -> None:
     name = "SGD, momentum"
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    expected = undisturbed(place, name)
     run = place.folder / "run"
     ran = place.run(action=call(lambda: fit(job(name, _OnceIn(6, partial(_raise, error))), run)))
     if ran.status == 0:

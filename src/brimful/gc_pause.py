@@ -20,10 +20,12 @@ def without_garbage_collection() -> Iterator[None]:
     Other threads that do so wait: only one captures at a time.
     """
     with one_at_a_time():
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
+        if not gc.isenabled():
             yield
-        finally:
-            if enabled:
+            return
+        with one_at_a_time(undo=gc.enable):
+            gc.disable()
+            try:
+                yield
+            finally:
                 gc.enable()

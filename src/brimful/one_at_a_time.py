@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _lock = threading.RLock()
+_undone_in_forks: list[Callable[[], object]] = []
 
 
 @contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Only one thread at a time is within; it may enter again."""
+def one_at_a_time(undo: Callable[[], object] | None = None) -> Iterator[None]:
+    """Only one thread at a time is within; it may enter again.
+
+    Args:
+        undo: Called in a fork that another thread makes meanwhile: nothing else ends the context there.
+    """
     with _lock:
-        yield
+        if undo is None:
+            yield
+            return
+        _undone_in_forks.append(undo)
+        try:
+            yield
+        finally:
+            _undone_in_forks.pop()
 
 
 def _renew() -> None:
-    """A fork has no other thread that could release the lock."""
     global _lock
     if not _lock._is_owned():  # type: ignore[attr-defined]
+        while _undone_in_forks:
+            _undone_in_forks.pop()()
         _lock = threading.RLock()
 
 
