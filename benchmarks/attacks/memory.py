@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import math
 import random as python_random
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -200,7 +203,7 @@ def job(configuration: str, loss_: Callable[..., Tensor] = loss, *, workers: int
     )
 
 
-def fit(of: bf.Job, run: Path) -> None:
+def fit(of: bf.Job, run: Path, callbacks: Sequence[bf.Callback] = ()) -> None:
     """Train or resume, with everything that a run does: average, clipping, validation, saves."""
     bf.Trainer(
         of,
@@ -213,6 +216,7 @@ def fit(of: bf.Job, run: Path) -> None:
         ema_decay=0.9,
         max_gradient_norm=1.0,
         show_progress=False,
+        callbacks=callbacks,
     ).fit()
 
 
@@ -431,3 +435,115 @@ def _own_loop(error: Callable[[], BaseException] | None) -> dict[str, Tensor]:
                 raise AssertionError("the loss did not raise")
         step(batch)
     return dict(model.state_dict())
+
+
+# Loops of a user's own under `prepare`
+
+
+def retry_cases(seed: int) -> Iterator[Case]:
+    """Memory runs out at a random op of an own loop with `prepare(…).retry`, once or again a little later."""
+    random = Random(f"retry {seed}")
+    for name in CONFIGURATIONS:
+        for number in range(4):
+            error = random.choice(list(ERRORS))
+            at = [random.random(), *([random.randint(1, 40)] if number == 3 else [])]
+            yield Case(f"{name}, {error} {seed}.{number}", partial(_retried, name, at, ERRORS[error]))
+
+
+def _retried(name: str, at: Sequence[float], error: Callable[[], BaseException], place: Place) -> Outcome:
+    def compared() -> None:
+        with ErrorsAt([], error) as counting:
+            wanted = _prepared_loop(name)
+        first = int(at[0] * counting.ops)
+        with ErrorsAt([first, *(first + int(each) for each in at[1:])], error):
+            found = _prepared_loop(name)
+        differing = [key for key in wanted if not wanted[key].equal(found[key])]
+        print(f"differ: {', '.join(differing)}" if differing else "equal")
+
+    ran = place.run(action=call(compared))
+    if ran.status == 0 and ran.out.strip() != "equal":
+        raise FailedError(Kind.WRONG, f"after memory ran out, {ran.out.strip()}")
+    if ran.status is None:
+        raise FailedError(Kind.HANG, "it did not end")
+    is_raised = ran.status != 0 and any(
+        said in ran.err for said in ("memory", "MemoryError", "PartialUpdateError")
+    )
+    if ran.status != 0 and not is_raised:
+        raise FailedError(Kind.TRACEBACK, ran.err.strip().splitlines()[-1])
+    return Outcome(note="equal" if ran.status == 0 else "ended with that error")
+
+
+def _prepared_loop(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    make, make_optimizer = CONFIGURATIONS[name]
+    model = make().train()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    batches = [{"x": torch.randn(BATCH, WIDTH), "y": torch.randint(CLASSES, (BATCH,))} for _ in range(6)]
+    settings = bf.Settings(micro_batch_size=BATCH, gradient_accumulation_steps=2)
+    prepared = bf.prepare(settings, model, optimizer)
+
+    def forward_backward(batch: dict[str, Tensor]) -> None:
+        (loss(model, batch) / 2).backward()
+
+    for number, batch in enumerate(batches):
+        prepared.retry(forward_backward, batch)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+# Memory of a process that plans again and again
+
+_PLANS, _GROWTH_BYTES = 50, 20 << 20
+
+
+def leak_cases(_seed: int) -> Iterator[Case]:
+    """A process's memory after many plans, of one job and of other ones."""
+    for name, action in _LASTING.items():
+        yield Case(f"{_PLANS} times {name}", partial(_leak, action))
+
+
+def _sized(width: int) -> bf.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)))
+
+    return bf.Job(
+        model=model, loss=lambda model, x: model(x).square().mean(), batch=lambda n: torch.randn(n, width)
+    )
+
+
+_LASTING: dict[str, Callable[[int], object]] = {
+    "a plan of one job": lambda _: bf.plan(_sized(64), "RTX 3090", global_batch_size=64),
+    "plans of other jobs": lambda number: bf.plan(_sized(64 + number), "RTX 3090", global_batch_size=64),
+    "FSDP2": lambda number: bf.plan(
+        _sized(64 + 2 * number), "RTX 3090", global_batch_size=64, world_size=2, parallelism="fsdp2"
+    ),
+    "estimates on a CPU": lambda number: bf.estimate(_sized(64 + number), "cpu", micro_batch_size=8),
+    "measurements": lambda _: bf.measure(_sized(64), bf.Settings(micro_batch_size=8), "cpu"),
+    "steps under settings": lambda _: _prepared_loop("SGD, momentum"),
+}
+
+
+def _leak(action: Callable[[int], object], place: Place) -> Outcome:
+    def repeated() -> None:
+        for number in range(_PLANS // 5):  # what is imported and made once
+            action(number)
+        before = _held_bytes()
+        for number in range(_PLANS):
+            action(_PLANS + number)
+        print(_held_bytes() - before)
+
+    ran = place.run(action=call(repeated), seconds=300)
+    check_done(ran)
+    grown = int(ran.out.split()[-1])
+    if grown > _GROWTH_BYTES:
+        raise FailedError(Kind.UNBOUNDED, f"{grown / 2**20:.1f} MiB more after {_PLANS} of them")
+    return Outcome(note=f"grew by at most {max(grown, 0) // 2**20 + 1} MiB")
+
+
+def _held_bytes() -> int:
+    """Resident memory of this process, without what only the C library still keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
