@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import struct
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,11 +24,12 @@ from attacks.case import (
     check_done,
     check_done_or_refused,
     check_refused,
+    contents,
     control,
 )
 from attacks.material import ESTIMATE
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
-from attacks.process import Ran, call
+from attacks.process import HANG_SECONDS, Ran, call
 
 EVIL_JOB = """
 from pathlib import Path
@@ -282,6 +285,56 @@ def _damaged_calibration(draw: float, place: Place) -> None:
 
 def _other_home(environment: dict[str, str | None], place: Place) -> None:
     check_done(_estimate(place, **environment))
+
+
+# Processes that calibrate at once
+
+
+def race_cases(seed: int) -> Iterator[Case]:
+    """Two processes calibrate into one cache, and one of them may be killed."""
+    random = Random(f"races {seed}")
+    for number in range(4):
+        kills_at = random.uniform(0.1, 8) if number % 2 else None
+        yield Case(f"{'one killed' if number % 2 else 'both'} {seed}.{number}", partial(_race, kills_at))
+
+
+def _race(kills_at: float | None, place: Place) -> None:
+    environment = {"XDG_CACHE_HOME": str(place.folder / "cache")}
+    both = [place.start(*ESTIMATE, "--device", "cpu", environment=environment) for _ in range(2)]
+    if kills_at is not None:
+        time.sleep(kills_at)
+        both[0].send(signal.SIGKILL)
+    ends = [each.wait(3 * HANG_SECONDS) for each in both]
+    for ran in ends[kills_at is not None :]:
+        check_done(ran)
+    check_done(_estimate(place, "cpu", **environment))
+    left = [path.name for path in (place.folder / "cache" / "brimful").iterdir()]
+    if kills_at is None and len(left) > 2:
+        raise FailedError(Kind.WRONG, f"files are left in the cache: {', '.join(sorted(left))}")
+
+
+# Exports
+
+
+def export_cases(_seed: int) -> Iterator[Case]:
+    """Exports to paths that cannot be written to, or that are someone's file."""
+    for tool in ("accelerate", "deepspeed"):
+        for kind in KINDS:
+            yield Case(f"{tool}, {kind}", partial(_export, tool, kind, "export"))
+        for name in ("not/there/export", "/dev/full", "a\nb", "../out", "export\u2028", "x" * 300):
+            yield Case(f"{tool}, to {name[:20]!r}", partial(_export, tool, None, name))
+
+
+def _export(tool: str, kind: str | None, name: str, place: Place) -> None:
+    if kind is not None:
+        put(kind, place.folder / name)
+    before = contents(place.folder)
+    options = ("--global-batch-size", "16", "--device", "RTX 3090", "--export", f"{tool}={name}")
+    check_done_or_refused(place.run("plan", "job.py:plain", *options))
+    after = contents(place.folder)
+    changed = [each for each in before if each != name and after.get(each) != before[each]]
+    if changed:
+        raise FailedError(Kind.LOST, f"{', '.join(changed)} changed")
 
 
 # Weights of others

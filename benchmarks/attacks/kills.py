@@ -7,12 +7,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from attacks import memory
 from attacks.case import (
     Case,
     Outcome,
@@ -20,12 +21,10 @@ from attacks.case import (
     check_done,
     check_equal,
     check_nothing_lost,
-    check_same_metrics,
     kept_names,
-    metrics,
 )
 from attacks.material import train
-from attacks.process import HANG_SECONDS, Ran, Running
+from attacks.process import HANG_SECONDS, Ran, Running, call
 
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 _FILE_OPERATIONS = 200
@@ -85,14 +84,23 @@ def _sleep_until(running: Running, seconds: float) -> None:
 
 def _kill_at_file_operation(number: int, folder: Path) -> None:
     """Let this process kill itself as it changes or looks at a file in a folder for the nth time."""
+
+    def kill(count: int) -> None:
+        if count > number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    at_file_operations(folder, kill)
+
+
+def at_file_operations(folder: Path, call: Callable[[int], object]) -> None:
+    """Call something as this process changes or looks at a file in a folder, with the number of times."""
     count = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
         if event in _FILE_EVENTS and any(_is_inside(folder, name) for name in arguments[:2]):
             count += 1
-            if count > number:
-                os.kill(os.getpid(), signal.SIGKILL)
+            call(count)
 
     sys.addaudithook(hook)
 
@@ -104,6 +112,38 @@ def _is_inside(folder: Path, name: object) -> bool:
     return path == folder or folder in path.parents
 
 
+# Adapters over frozen weights, which saves share a file of
+
+
+def adapter_cases(seed: int) -> Iterator[Case]:
+    """Kills of a run that trains adapters."""
+    random = Random(f"adapters {seed}")
+    for number in range(16):
+        for at_operation in (False, True):
+            where = "a file operation" if at_operation else "a time"
+            yield Case(f"at {where}, {seed}.{number}", partial(_adapter_killed, random.random(), at_operation))
+
+
+def _adapter_killed(draw: float, at_operation: bool, place: Place) -> Outcome:
+    random = Random(draw)
+    run = place.folder / "run"
+    expected = memory.undisturbed(place, memory.LORA)
+    fit = call(lambda: memory.fit(memory.job(memory.LORA), run))
+    if at_operation:
+        stop = random.randrange(int((expected / "file operations").read_text()))
+        ran = place.run(action=fit, prepare=partial(_kill_at_file_operation, stop, run))
+    else:
+        running = place.start(action=fit)
+        _sleep_until(running, random.uniform(0, float((expected / "seconds").read_text())))
+        running.send(signal.SIGKILL)
+        ran = running.wait()
+    before = kept_names(run)
+    check_done(place.run(action=fit))
+    check_nothing_lost(run, before)
+    check_equal(run, expected)
+    return Outcome(tried=int(ran.status == -signal.SIGKILL))
+
+
 # Two ranks
 
 
@@ -112,8 +152,11 @@ def rank_cases(seed: int) -> Iterator[Case]:
     random = Random(f"ranks {seed}")
     for number in range(9):
         yield Case(f"DDP {seed}.{number}", partial(_rank_killed, "ddp", random.random()))
-    for number in range(13):
+    for number in range(30):
         yield Case(f"FSDP2 {seed}.{number}", partial(_rank_killed, "fsdp2", random.random()))
+    for number in range(30):
+        stage = f"zero{number % 3 + 1}"
+        yield Case(f"{stage} {seed}.{number}", partial(_rank_killed, stage, random.random()))
 
 
 def _rank_killed(parallelism: str, draw: float, place: Place) -> Outcome:
@@ -125,14 +168,15 @@ def _rank_killed(parallelism: str, draw: float, place: Place) -> Outcome:
     ranks = _launched(place, "run", parallelism)
     _wait_for_step(run, ranks, random.randint(0, 10))
     time.sleep(random.uniform(0, 0.2))
+    kills = False
     for rank in random.choice(([0], [1], [0, 1])):
-        kills = not ranks[rank].has_ended()
+        kills |= not ranks[rank].has_ended()
         ranks[rank].send(signal.SIGKILL)
     _stopped(ranks)
     before = kept_names(run)
     _finish(_launched(place, "run", parallelism, "--resume"))
     check_nothing_lost(run, before)
-    check_same_metrics(metrics(run), metrics(expected))
+    check_equal(run, expected)
     return Outcome(tried=int(kills))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import math
 import random as python_random
+import resource
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -142,6 +146,15 @@ class Recurrent(nn.Module):
         return self.head(self.gru(x[:, None].repeat(1, 3, 1))[0][:, -1])
 
 
+def _adapted() -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(
+        Net(), peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["blocks.0", "head"])
+    )
+
+
+LORA = "LoRA"
 _ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 CONFIGURATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
     "SGD, momentum": (Net, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
@@ -153,6 +166,7 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.opt
     "spectral norm": (Spectral, _ADAMW),
     "rebound buffers": (Rebound, _ADAMW),
     "GRU": (Recurrent, _ADAMW),
+    LORA: (_adapted, _ADAMW),
 }
 
 
@@ -170,12 +184,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def job(configuration: str, loss_: Callable[..., Tensor] = loss) -> bf.Job:
+def job(configuration: str, loss_: Callable[..., Tensor] = loss, *, workers: int = 0) -> bf.Job:
     """A job of a configuration."""
     model, optimizer = CONFIGURATIONS[configuration]
 
     def data() -> bf.Data:
-        loaders = (DataLoader(Augmented(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False))
+        loader = partial(DataLoader, Augmented(), batch_size=BATCH, num_workers=workers)
+        loaders = (loader(shuffle=shuffle) for shuffle in (True, False))
         return bf.Data(**dict(zip(("train", "validation"), loaders, strict=True)))
 
     return bf.Job(
@@ -188,7 +203,7 @@ def job(configuration: str, loss_: Callable[..., Tensor] = loss) -> bf.Job:
     )
 
 
-def fit(of: bf.Job, run: Path) -> None:
+def fit(of: bf.Job, run: Path, callbacks: Sequence[bf.Callback] = ()) -> None:
     """Train or resume, with everything that a run does: average, clipping, validation, saves."""
     bf.Trainer(
         of,
@@ -201,6 +216,7 @@ def fit(of: bf.Job, run: Path) -> None:
         ema_decay=0.9,
         max_gradient_norm=1.0,
         show_progress=False,
+        callbacks=callbacks,
     ).fit()
 
 
@@ -225,23 +241,57 @@ def run_cases(seed: int) -> Iterator[Case]:
             yield Case(f"{name}, {error} {seed}.{number}", attack)
 
 
-def _whole_run(name: str, at: Sequence[float], error: Callable[[], BaseException], place: Place) -> Outcome:
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+def fit_cases(seed: int) -> Iterator[Case]:
+    """Memory runs out at a random op of `bf.fit`, which plans, checks and trains, with data workers."""
+    random = Random(f"fit {seed}")
+    for number in range(100):
+        name = random.choice(list(CONFIGURATIONS))
+        error = random.choice(list(ERRORS))
+        attack = partial(_whole_run, name, [random.random()], ERRORS[error], plans=True)
+        yield Case(f"{name}, {error} {seed}.{number}", attack)
+
+
+def plan_and_fit(of: bf.Job, run: Path) -> None:
+    """All that a user's one call does."""
+    bf.fit(
+        of,
+        bf.plan(of, "cpu", global_batch_size=BATCH, split_batch_norm=True),
+        device="cpu",
+        run_dir=run,
+        resume=run.exists(),
+        save_every=2,
+        epochs=2,
+        ema_decay=0.9,
+        max_gradient_norm=1.0,
+        show_progress=False,
+    )
+
+
+def _whole_run(
+    name: str,
+    at: Sequence[float],
+    error: Callable[[], BaseException],
+    place: Place,
+    *,
+    plans: bool = False,
+) -> Outcome:
+    expected = undisturbed(place, name, plans=plans)
     ops = int((expected / "ops").read_text())
     numbers = [int(at[0] * ops)]
     numbers += [numbers[0] + int(each) for each in at[1:]]
     run = place.folder / "run"
+    train = partial(_train, name, plans, run)
 
     def disturbed() -> None:
         with ErrorsAt(numbers, error):
-            fit(job(name), run)
+            train()
 
     ran = place.run(action=call(disturbed))
     is_memory = error in ERRORS.values()
     if ran.status == 0:
         return _check_finished(run, expected, is_memory)
     before = kept_names(run)
-    check_done(place.run(action=call(lambda: fit(job(name), run))))
+    check_done(place.run(action=call(train)))
     check_nothing_lost(run, before)
     _check_finished(run, expected, is_memory)
     if is_memory:
@@ -251,13 +301,35 @@ def _whole_run(name: str, at: Sequence[float], error: Callable[[], BaseException
     return Outcome(note="ended with an error, resumed to the undisturbed run")
 
 
-def _undisturbed(place: Place, name: str, folder: Path) -> None:
-    def counted() -> None:
-        with ErrorsAt([], KeyError) as counting:
-            fit(job(name), folder)
-        (folder / "ops").write_text(str(counting.ops))
+def _train(name: str, plans: bool, run: Path) -> None:
+    if plans:
+        plan_and_fit(job(name, workers=2), run)
+    else:
+        fit(job(name), run)
 
-    check_done(place.run(action=call(counted)))
+
+def undisturbed(place: Place, name: str, *, plans: bool = False) -> Path:
+    """The run of a configuration that nothing disturbs, with what it counts and takes."""
+
+    def make(folder: Path) -> None:
+        check_done(place.run(action=call(lambda: counted(folder))))
+
+    def counted(folder: Path) -> None:
+        from attacks.kills import at_file_operations
+
+        counts = [0]
+        at_file_operations(folder, counts.append)
+        begun = time.monotonic()
+        with ErrorsAt([], KeyError) as counting:
+            _train(name, plans, folder)
+        for each, value in (
+            ("ops", counting.ops),
+            ("seconds", time.monotonic() - begun),
+            ("file operations", counts[-1]),
+        ):
+            (folder / each).write_text(str(value))
+
+    return place.material.once(f"{'fit' if plans else 'memory'}-{name}", make)
 
 
 def _check_finished(run: Path, expected: Path, is_memory: bool) -> Outcome:
@@ -300,7 +372,7 @@ class _OnceIn:
 
 def _allocation(action: Callable[[], object], place: Place) -> None:
     name = "SGD, momentum"
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    expected = undisturbed(place, name)
     run = place.folder / "run"
     check_done(place.run(action=call(lambda: fit(job(name, _OnceIn(5, action)), run))))
     check_equal(run, expected)
@@ -321,7 +393,7 @@ def _raise(error: Callable[[], BaseException]) -> None:
 
 def _step_of_trainer(error: Callable[[], BaseException], place: Place) -> None:
     name = "SGD, momentum"
-    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    expected = undisturbed(place, name)
     run = place.folder / "run"
     ran = place.run(action=call(lambda: fit(job(name, _OnceIn(6, partial(_raise, error))), run)))
     if ran.status == 0:
@@ -363,3 +435,115 @@ def _own_loop(error: Callable[[], BaseException] | None) -> dict[str, Tensor]:
                 raise AssertionError("the loss did not raise")
         step(batch)
     return dict(model.state_dict())
+
+
+# Loops of a user's own under `prepare`
+
+
+def retry_cases(seed: int) -> Iterator[Case]:
+    """Memory runs out at a random op of an own loop with `prepare(…).retry`, once or again a little later."""
+    random = Random(f"retry {seed}")
+    for name in CONFIGURATIONS:
+        for number in range(4):
+            error = random.choice(list(ERRORS))
+            at = [random.random(), *([random.randint(1, 40)] if number == 3 else [])]
+            yield Case(f"{name}, {error} {seed}.{number}", partial(_retried, name, at, ERRORS[error]))
+
+
+def _retried(name: str, at: Sequence[float], error: Callable[[], BaseException], place: Place) -> Outcome:
+    def compared() -> None:
+        with ErrorsAt([], error) as counting:
+            wanted = _prepared_loop(name)
+        first = int(at[0] * counting.ops)
+        with ErrorsAt([first, *(first + int(each) for each in at[1:])], error):
+            found = _prepared_loop(name)
+        differing = [key for key in wanted if not wanted[key].equal(found[key])]
+        print(f"differ: {', '.join(differing)}" if differing else "equal")
+
+    ran = place.run(action=call(compared))
+    if ran.status == 0 and ran.out.strip() != "equal":
+        raise FailedError(Kind.WRONG, f"after memory ran out, {ran.out.strip()}")
+    if ran.status is None:
+        raise FailedError(Kind.HANG, "it did not end")
+    is_raised = ran.status != 0 and any(
+        said in ran.err for said in ("memory", "MemoryError", "PartialUpdateError")
+    )
+    if ran.status != 0 and not is_raised:
+        raise FailedError(Kind.TRACEBACK, ran.err.strip().splitlines()[-1])
+    return Outcome(note="equal" if ran.status == 0 else "ended with that error")
+
+
+def _prepared_loop(name: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    make, make_optimizer = CONFIGURATIONS[name]
+    model = make().train()
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    batches = [{"x": torch.randn(BATCH, WIDTH), "y": torch.randint(CLASSES, (BATCH,))} for _ in range(6)]
+    settings = bf.Settings(micro_batch_size=BATCH, gradient_accumulation_steps=2)
+    prepared = bf.prepare(settings, model, optimizer)
+
+    def forward_backward(batch: dict[str, Tensor]) -> None:
+        (loss(model, batch) / 2).backward()
+
+    for number, batch in enumerate(batches):
+        prepared.retry(forward_backward, batch)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+# Memory of a process that plans again and again
+
+_PLANS, _GROWTH_BYTES = 50, 20 << 20
+
+
+def leak_cases(_seed: int) -> Iterator[Case]:
+    """A process's memory after many plans, of one job and of other ones."""
+    for name, action in _LASTING.items():
+        yield Case(f"{_PLANS} times {name}", partial(_leak, action))
+
+
+def _sized(width: int) -> bf.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)))
+
+    return bf.Job(
+        model=model, loss=lambda model, x: model(x).square().mean(), batch=lambda n: torch.randn(n, width)
+    )
+
+
+_LASTING: dict[str, Callable[[int], object]] = {
+    "a plan of one job": lambda _: bf.plan(_sized(64), "RTX 3090", global_batch_size=64),
+    "plans of other jobs": lambda number: bf.plan(_sized(64 + number), "RTX 3090", global_batch_size=64),
+    "FSDP2": lambda number: bf.plan(
+        _sized(64 + 2 * number), "RTX 3090", global_batch_size=64, world_size=2, parallelism="fsdp2"
+    ),
+    "estimates on a CPU": lambda number: bf.estimate(_sized(64 + number), "cpu", micro_batch_size=8),
+    "measurements": lambda _: bf.measure(_sized(64), bf.Settings(micro_batch_size=8), "cpu"),
+    "steps under settings": lambda _: _prepared_loop("SGD, momentum"),
+}
+
+
+def _leak(action: Callable[[int], object], place: Place) -> Outcome:
+    def repeated() -> None:
+        for number in range(_PLANS // 5):  # what is imported and made once
+            action(number)
+        before = _held_bytes()
+        for number in range(_PLANS):
+            action(_PLANS + number)
+        print(_held_bytes() - before)
+
+    ran = place.run(action=call(repeated), seconds=300)
+    check_done(ran)
+    grown = int(ran.out.split()[-1])
+    if grown > _GROWTH_BYTES:
+        raise FailedError(Kind.UNBOUNDED, f"{grown / 2**20:.1f} MiB more after {_PLANS} of them")
+    return Outcome(note=f"grew by at most {max(grown, 0) // 2**20 + 1} MiB")
+
+
+def _held_bytes() -> int:
+    """Resident memory of this process, without what only the C library still keeps."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

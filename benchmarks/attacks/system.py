@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from attacks.case import (
     Case,
@@ -30,7 +34,8 @@ from attacks.case import (
     saved_steps,
 )
 from attacks.material import train
-from attacks.process import HANG_SECONDS, Ran, Running
+from attacks.mutations import KINDS, put
+from attacks.process import HANG_SECONDS, Ran, Running, call, command_line
 
 _CLONE_NEWNS = 0x00020000
 _SLEEP = {"SLEEP_SECONDS": "0.03"}
@@ -43,7 +48,7 @@ NOT_TRIED = Outcome(tried=0, note="not tried: needs root")
 
 def disk_cases(_seed: int) -> Iterator[Case]:
     """Disks that are full, or cannot be written to, from the start or from some step on."""
-    for kib in (8, 16, 24, 40, 64, 96, 160, 256):
+    for kib in range(4, 260, 4):  # pages of memory: so each write of the run is once the one that fails
         yield Case(f"a disk of {kib} KiB", partial(_small_disk, f"size={kib}k"))
     for inodes in (4, 8, 12, 16, 20):
         yield Case(f"a disk of {inodes} files", partial(_small_disk, f"nr_inodes={inodes}"))
@@ -113,11 +118,15 @@ def _check_told(run: Path, ran: Ran) -> None:
 
 def _check_resumed(place: Place, run: Path, before: set[str]) -> None:
     """Once the cause is gone the same command finishes the run."""
-    has_plan = (run / "plan.json").exists()
-    plan = () if has_plan else ("--plan", str(place.material.plan))
-    check_done(place.run(*train("--resume", *plan, run=str(run.relative_to(place.folder)))))
+    check_done(place.run(*_resuming(place, run)))
     check_nothing_lost(run, before)
     check_equal(run, place.material.whole_run())
+
+
+def _resuming(place: Place, run: Path) -> list[str]:
+    has_plan = (run / "plan.json").exists()
+    plan = () if has_plan else ("--plan", str(place.material.plan))
+    return train("--resume", *plan, run=str(run.relative_to(place.folder)))
 
 
 def _limited(what: int, limit: int, place: Place) -> None:
@@ -159,6 +168,193 @@ def _no_permission(name: str, step: int, place: Place) -> Outcome | None:
     closed.chmod(0o777)
     _check_resumed(place, run, before)
     return None
+
+
+# File operations that fail, and clocks that jump
+
+_OPERATIONS = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")
+_ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EXDEV, errno.EBUSY, errno.EROFS)
+
+
+def operation_cases(seed: int) -> Iterator[Case]:
+    """A rename, a flush or another operation in the run directory fails, once or from then on."""
+    random = Random(f"operations {seed}")
+    for name in _OPERATIONS:
+        for number in range(12):
+            lasts, error = number % 2 == 1, random.choice(_ERRORS)
+            attack = partial(_failing_operation, name, random.random(), error, lasts)
+            how = "from then on" if lasts else "once"
+            yield Case(f"{name}, {errno.errorcode[error]} {how} {seed}.{number}", attack)
+
+
+def _failing_operation(name: str, at: float, error: int, lasts: bool, place: Place) -> Outcome | None:
+    def count(folder: Path) -> None:
+        folder.mkdir()
+        arguments = train("--plan", str(place.material.plan), run=str(folder / "run"))
+        check_done(place.run(action=partial(_failing, arguments, folder / "run", folder / "counts", {})))
+
+    counts = json.loads((place.material.once("operations", count) / "counts").read_text())
+    if not counts.get(name):
+        return Outcome(tried=0, note=f"a run has no {name}")
+    run = place.folder / "run"
+    wanted = {name: (int(at * counts[name]), error, lasts)}
+    arguments = train("--plan", str(place.material.plan))
+    ran = place.run(action=partial(_failing, arguments, run, place.root / "counts", wanted))
+    _check_told(run, ran)
+    _check_resumed(place, run, kept_names(run))
+    return None
+
+
+def _failing(
+    arguments: Sequence[str], run: Path, counts: Path, wanted: dict[str, tuple[int, int, bool]]
+) -> None:
+    """The command, in which some operations fail; counts those in the run directory."""
+    found = dict.fromkeys(_OPERATIONS, 0)
+
+    def stand_in(name: str) -> Callable[..., Any]:
+        operation = getattr(os, name)
+
+        def called(target: Any, *more: Any, **named: Any) -> Any:
+            is_number = isinstance(target, int)
+            path = Path(f"/proc/self/fd/{target}").readlink() if is_number else Path(target).absolute()
+            if path.is_relative_to(run):
+                number, (at, error, lasts) = found[name], wanted.get(name, (-1, 0, False))
+                found[name] += 1
+                if number == at or (lasts and number > at):
+                    raise OSError(error, os.strerror(error), str(path))
+            return operation(target, *more, **named)
+
+        return called
+
+    for name in _OPERATIONS:
+        setattr(os, name, stand_in(name))
+    try:
+        command_line(*arguments)()
+    finally:
+        counts.write_text(json.dumps(found))
+
+
+_JUMPS = {"back an hour": -3600.0, "on ten years": 3e8, "to 1970": -1.79e9, "back a second": -1.0}
+_SUSPENDED = {"suspended a day": 86400.0, "suspended a minute": 60.0}
+
+
+def clock_cases(seed: int) -> Iterator[Case]:
+    """The clock is set while a run trains, or between a run and its resumption; or the machine sleeps."""
+    random = Random(f"clocks {seed}")
+    for names, jumps in ((("time", "time_ns"), _JUMPS), (("monotonic", "perf_counter"), _SUSPENDED)):
+        for jump, seconds in jumps.items():
+            for number in range(2):
+                attack = partial(_clock, names, seconds, random.randrange(60))
+                yield Case(f"{jump}, {seed}.{number}", attack)
+            yield Case(f"{jump}, before resuming", partial(_clock, names, seconds, None))
+
+
+def _clock(names: Sequence[str], seconds: float, calls: int | None, place: Place) -> None:
+    run = place.copy_run() if calls is None else place.folder / "run"
+    arguments = train("--resume") if calls is None else train("--plan", str(place.material.plan))
+
+    def jumping() -> None:
+        left = calls or 0
+        for name in names:
+            real = getattr(time, name)
+
+            def told(real: Any = real, scale: float = 1e9 if name.endswith("_ns") else 1.0) -> Any:
+                nonlocal left
+                left -= 1
+                return real() if left > 0 else real() + type(real())(seconds * scale)
+
+            setattr(time, name, told)
+        command_line(*arguments)()
+
+    check_done(place.run(action=jumping))
+    check_equal(run, place.material.whole_run())
+
+
+# Data workers
+
+
+def worker_cases(seed: int) -> Iterator[Case]:
+    """A data worker ends in the middle of a run."""
+    random = Random(f"workers {seed}")
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT):
+        for index in range(6):
+            attack = partial(_worker_ended, number, random.randint(1, 10), random.randrange(2))
+            yield Case(f"{signal.Signals(number).name} {seed}.{index}", attack)
+
+
+def _worker_ended(number: int, step: int, which: int, place: Place) -> Outcome:
+    run = place.folder / "run"
+    running = place.start(*train("--plan", str(place.material.plan), workers=2), environment=_SLEEP)
+    wait_for_step(run, running, step)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    workers = children.read_text().split() if children.exists() else []
+    with suppress(ProcessLookupError):
+        if workers:
+            os.kill(int(workers[which % len(workers)]), number)
+    ran = running.wait()
+    _check_told(run, ran)
+    before = kept_names(run)
+    if ran.status != 0:
+        check_done(place.run(*train("--resume", workers=2)))
+    check_nothing_lost(run, before)
+    check_equal(run, place.material.whole_run(2))
+    return Outcome(tried=int(bool(workers)), note="finished" if ran.status == 0 else "told, and resumed")
+
+
+# Trackers and callbacks
+
+
+def tracker_cases(seed: int) -> Iterator[Case]:
+    """TensorBoard cannot write; a callback of the user's raises."""
+    for kind in KINDS:
+        yield Case(f"tensorboard, {kind}", partial(_tracker, kind))
+    random = Random(f"callbacks {seed}")
+    for name in ("on_step", "on_validation", "on_end"):
+        for error in (RuntimeError, KeyboardInterrupt, MemoryError, OSError):
+            yield Case(f"{name}, {error.__name__}", partial(_callback, name, error, random.randint(1, 3)))
+
+
+def _tracker(kind: str, place: Place) -> None:
+    run = place.folder / "run"
+    run.mkdir()
+    put(kind, run / "tensorboard")
+    ran = place.run(*train("--tensorboard", "--resume", "--plan", str(place.material.plan)))
+    _check_told(run, ran)
+    if ran.status != 0:
+        with suppress(OSError):
+            (run / "tensorboard").unlink()
+        check_done(place.run(*_resuming(place, run)))
+    check_equal(run, place.material.whole_run())
+
+
+def _callback(name: str, error: type[BaseException], at: int, place: Place) -> None:
+    from attacks import memory
+
+    run = place.folder / "run"
+    expected = memory.undisturbed(place, memory.LORA)
+    ran = place.run(action=call(lambda: memory.fit(memory.job(memory.LORA), run, (_raising(name, error, at),))))
+    if ran.status is None:
+        raise FailedError(Kind.HANG, "it did not end")
+    if ran.status == 0 and name != "on_end":
+        raise FailedError(Kind.WRONG, "the callback's error was lost")
+    before = kept_names(run)
+    if ran.status != 0:
+        check_done(place.run(action=call(lambda: memory.fit(memory.job(memory.LORA), run))))
+    check_nothing_lost(run, before)
+    check_equal(run, expected)
+
+
+def _raising(name: str, error: type[BaseException], at: int) -> Any:
+    import brimful as bf
+
+    left = [1 if name == "on_end" else at]
+
+    def raising(*_: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise error("of the user's")
+
+    return type("Raising", (bf.Callback,), {name: raising})()
 
 
 # Signals

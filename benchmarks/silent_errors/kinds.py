@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from silent_errors import losses, predictions, steps
+from silent_errors import losses, predictions, steps, surroundings
 from silent_errors.case import Case
 
 CASES: tuple[Case, ...] = (
     *losses.CASES,
     *predictions.CASES,
     *steps.CASES,
+    *surroundings.CASES,
 )

@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 
 from brimful.batches import own_part
 from brimful.capture.recording.lines import calling_line, defining_line
 from brimful.capture.recording.recorder import Recorder
+from brimful.dispatch_mode import compiled_code_runs_eagerly
 from brimful.replaced import replaced
 
 
@@ -45,14 +45,14 @@ class CompiledCode:
 
         def noted(callback: Any) -> Any:
             if callback is not None and callback is not False:  # those are of what is never compiled
-                self._note(sys._getframe(1))
+                self._note(sys._getframe(2))  # past `replaced`
             return follow_stance(callback)
 
         with ExitStack() as stack:
             if follow_stance is not None:
                 stack.enter_context(replaced(eval_frame, "_callback_from_stance", noted))
             stack.enter_context(replaced(eval_frame.OptimizedModule, "__call__", nn.Module.__call__))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(compiled_code_runs_eagerly())
             yield
 
     @property

@@ -26,6 +26,7 @@ import torch
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.autograd.profiler import profile, record_function
 
+from brimful.one_at_a_time import one_at_a_time
 from brimful.results import OpTemporary
 
 _SILENT = "6"
@@ -70,11 +71,11 @@ class CpuEvent:
 
 @contextmanager
 def record_cpu_memory() -> Iterator[CpuPeak]:
-    """Record the CPU memory of what runs inside the context."""
+    """Record the CPU memory of what runs inside the context; torch has one profiler, for which threads wait."""
     peak = CpuPeak()
     gc.collect()  # else cycles that earlier code left might be freed inside
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with _all_threads_counted(), profile(profile_memory=True, record_shapes=True) as profiler:
+    with one_at_a_time(), _all_threads_counted(), profile(profile_memory=True, record_shapes=True) as profiler:
         yield peak
     results: Any = profiler.kineto_results
     roots = results.experimental_event_tree()

@@ -26,6 +26,7 @@ from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
 from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
+from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes
 from brimful.profiling.aligned_draws import DrawWatch
@@ -213,7 +214,7 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
         return
     was_on = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
+    with one_at_a_time(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*determinis", category=UserWarning)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
@@ -225,8 +226,8 @@ def deterministic_kernels(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
     """Restore torch's, Python's and NumPy's generators on exit."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with one_at_a_time(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        python, numpy = random.getstate(), np.random.get_state()
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.setup import build_model, choose_device, set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.job import Batch, Job
+from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop
 from brimful.profiling.peak import measurement_of, peak_memory
@@ -59,7 +60,7 @@ def measure_step(
         check_loop_decides(job, settings)
         return measure_loop(job, settings.micro_batch_size, device=device, steps=steps, seed=seed)
     set_up_allocator(settings, device)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with one_at_a_time(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()
         layout = apply_memory_format(model, settings)

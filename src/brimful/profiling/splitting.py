@@ -28,6 +28,7 @@ from brimful.execution.random_state import RandomState
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
+from brimful.one_at_a_time import one_at_a_time
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
 from brimful.quantities import format_bytes
@@ -338,7 +339,7 @@ def check_may_split(
     Raises:
         EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
     """
-    with warnings.catch_warnings():
+    with one_at_a_time(), warnings.catch_warnings():
         warnings.simplefilter("ignore" if is_split else "error", SplitWarning)
         if permits_layers:
             warnings.simplefilter("ignore", LayerSplitWarning)
@@ -515,11 +516,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Within, torch, Python and NumPy draw from a seed; afterwards as if nothing had been drawn."""
-    before = RandomState.now(device)
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        yield
-    finally:
-        before.restore(device)
+    with one_at_a_time():
+        before = RandomState.now(device)
+        try:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            yield
+        finally:
+            before.restore(device)

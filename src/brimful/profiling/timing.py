@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import torch
 
+from brimful.one_at_a_time import one_at_a_time
+
 _ROUND_SECONDS = 0.3e-3
 """What is quicker is run several times in a row, so that reading the clock does not count. Not longer, because
 a short round more often ends before another program gets its turn."""
@@ -101,12 +103,13 @@ def _typical_seconds(
 @contextmanager
 def one_thread() -> Iterator[None]:
     """What runs inside has one thread, which other work on the machine leaves undisturbed moments."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    with one_at_a_time():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def typical(durations: Sequence[Duration]) -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,64 +40,88 @@ aten/src/ATen/native/SoftMax.cpp."""
 _NOT_LISTED = ("cross_entropy_loss",)
 """On the CPU's float32 list but on none of CUDA's: its parts are, so its input is not cast as a whole."""
 
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
 
 class AutocastLists(Rule):
-    """Register CUDA's float32 list for the CPU's autocast while the capture runs."""
+    """Let the CPU's autocast follow CUDA's float32 list while the capture runs."""
 
     name = "autocast_lists"
     source = "torch aten/src/ATen/autocast_mode.h (checked: 2.13)"
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The kernels are registered while the context is open, and gone after it."""
-        library = torch.library.Library("aten", "IMPL")
+        """The kernels are this rule's for what this thread runs while the context is open."""
+        _register_kernels()
+        _here.rule = self
         try:
-            with warnings.catch_warnings():
-                # Some of them are on the CPU's own list and are registered over, which is meant.
-                warnings.filterwarnings("ignore", "Warning only once for all operators")
-                for names, kernel in (
-                    (_FLOAT32_OPS, self._in_float32),
-                    (_FLOAT32_RESULTS, self._to_give_float32),
-                ):
-                    for name in names:
-                        packet, _, overload = name.partition(".")
-                        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                        library.impl(name, kernel(op), "AutocastCPU", allow_override=True)
-                for name in _NOT_LISTED:
-                    library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
             yield
         finally:
-            library._destroy()
+            _here.rule = None
 
-    def _in_float32(self, op: Any) -> Any:
-        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    def in_float32(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of `_FLOAT32_OPS`."""
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            return op(*map(self._to_float32, args), **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
-                return op(*(self._to_float32(arg) for arg in args), **kwargs)
-
-        return run
-
-    def _to_give_float32(self, op: Any) -> Any:
-        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            is_half = isinstance(args[0], Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
-            is_asked = _asked_dtype(op, args, kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
-                if is_half and not is_asked and args[0].dtype is torch.float16 and op in _HALF_TO_FLOAT:
-                    return _HALF_TO_FLOAT[op](args[0], args[1], True)
-                if is_half and not is_asked:
-                    kwargs["dtype"] = torch.float32
-                return op(*args, **kwargs)
-
-        return run
+    def to_give_float32(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op of `_FLOAT32_RESULTS`."""
+        is_half = isinstance(args[0], Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+        is_asked = _asked_dtype(op, args, kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            if is_half and not is_asked and args[0].dtype is torch.float16 and op in _HALF_TO_FLOAT:
+                return _HALF_TO_FLOAT[op](args[0], args[1], True)
+            if is_half and not is_asked:
+                kwargs["dtype"] = torch.float32
+            return op(*args, **kwargs)
 
     def _to_float32(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
             self.count(value.numel() * 4)
-            return value.float()
-        return value
+        return _float32(value)
+
+
+_here = threading.local()
+_library = torch.library.Library("aten", "IMPL")
+
+
+@cache
+def _register_kernels() -> None:
+    """Once for the process: an op that another thread calls while its kernel changes may fail."""
+    with warnings.catch_warnings():
+        # Some of them are on the CPU's own list and are registered over, which is meant.
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for names, run in (
+            (_FLOAT32_OPS, AutocastLists.in_float32),
+            (_FLOAT32_RESULTS, AutocastLists.to_give_float32),
+            (_NOT_LISTED, None),
+        ):
+            for name in names:
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                kernel = partial(_run, op, run, _is_listed(op))
+                _library.impl(name, kernel, "AutocastCPU", with_keyset=True, allow_override=True)
+
+
+def _is_listed(op: Any) -> bool:
+    """Whether the CPU's own autocast runs an op in float32; of the ops here it runs none in bfloat16."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU")
+
+
+def _run(op: Any, of_cuda: Any, is_listed: bool, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op as CUDA's lists say in a capture, and elsewhere as the CPU's do."""
+    rule = getattr(_here, "rule", None)
+    if rule is not None and of_cuda is not None:
+        return of_cuda(rule, op, args, kwargs)
+    if rule is None and is_listed:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY):
+            return op(*map(_float32, args), **kwargs)
+    return op.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+
+
+def _float32(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
 def _asked_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -135,7 +135,7 @@ def _to_users(real: Callable[..., Any], answer: Callable[[], Any]) -> Callable[.
     """Return `answer()` to the user's own code and `real()` to libraries."""
 
     def answered(*args: Any, **options: Any) -> Any:
-        return answer() if is_users_own(sys._getframe(1).f_code.co_filename) else real(*args, **options)
+        return answer() if is_users_own(sys._getframe(2).f_code.co_filename) else real(*args, **options)
 
     return answered
 
