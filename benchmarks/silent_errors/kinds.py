@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from silent_errors import losses, predictions, steps, surroundings
+from silent_errors import losses, predictions, steps, surroundings, trainers
 from silent_errors.case import Case
 
 CASES: tuple[Case, ...] = (
@@ -10,4 +10,5 @@ CASES: tuple[Case, ...] = (
     *predictions.CASES,
     *steps.CASES,
     *surroundings.CASES,
+    *trainers.CASES,
 )

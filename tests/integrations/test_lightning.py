@@ -210,32 +210,33 @@ def test_two_processes_train_the_same_batch(tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor(divided[name]), torch.tensor(value), atol=1e-4), name
 
 
-def test_a_trainer_without_the_plan_s_accumulation_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_whose_steps_have_other_samples_is_refused(tmp_path: Path) -> None:
     module, loader = Classifier(), samples()
-    plan = planned(module, loader, micro_batch_size=16)
-    with pytest.raises(UsageError, match=r"accumulates 4 micro-batches, and the trainer 1"):
+    plan = planned(module, loader, micro_batch_size=16, global_batch_size=128)
+    with pytest.raises(UsageError, match=r"Pass lightning\.Trainer\(accumulate_grad_batches=2\)"):
         fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)])
+    with pytest.raises(UsageError, match="for 64 samples a step, and the trainer's steps have 128"):
+        callback = bfl.PlanCallback(planned(module, loader, micro_batch_size=16))
+        fitted(module, loader, tmp_path, callbacks=[callback], accumulate_grad_batches=2)
 
 
-def test_a_loader_without_the_plan_s_micro_batches_is_refused(tmp_path: Path) -> None:
-    module, loader = Classifier(), samples()
-    plan = planned(module, loader, micro_batch_size=16)
-    with pytest.raises(
-        UsageError, match=r"runs 16 samples at a time, and the training loader has batches of 64"
-    ):
-        fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)], **bfl.trainer_options(plan))
+def test_batches_are_not_joined() -> None:
+    with pytest.raises(UsageError, match="micro_batch_size=128 is larger than the loader's batches of 64"):
+        planned(Classifier(), samples(), micro_batch_size=128, global_batch_size=128)
+    assert planned(Classifier(), samples(), global_batch_size=128).settings.micro_batch_size <= 64
 
 
-def test_the_loader_of_a_stream_has_the_plan_s_micro_batches() -> None:
+def test_a_stream_is_divided_in_each_batch(tmp_path: Path) -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:
             return iter(samples(shuffle=False).dataset)
 
-    stream = DataLoader(Stream(), batch_size=64)
-    plan = planned(Classifier(), stream, micro_batch_size=16)
-    given = [x for x, _ in stream]
-    assert torch.equal(torch.cat([x for x, _ in bfl.loader(plan, stream)]), torch.cat(given))
-    assert next(iter(bfl.loader(plan, stream)))[0].shape[0] == 16
+    stream = DataLoader(Stream(), batch_size=60)
+    alone = fitted(Classifier(), stream, tmp_path)
+    module = Classifier()
+    plan = planned(module, stream, micro_batch_size=15)
+    found = fitted(module, stream, tmp_path, callbacks=[bfl.PlanCallback(plan)])
+    assert all(torch.allclose(value, found[name], atol=1e-4) for name, value in alone.items())
 
 
 def test_several_optimizers_are_refused() -> None:

@@ -135,10 +135,13 @@ def prepare(
     """Put a plan in force on a model, for a training loop that runs the steps itself.
 
     It applies what concerns the model and the optimizer: recomputed and offloaded units, chunked loss, memory
-    format, the optimizer's implementation, allocator settings. The loop does the rest: micro-batches of
-    `plan.settings.micro_batch_size`, `plan.settings.gradient_accumulation_steps` of them in a step, each loss
-    weighted by its share, and `plan.settings.precision`. It may survive out-of-memory errors by
-    `Prepared.retry`. `brimful.apply` does all of that, and divides micro-batches where memory runs out again.
+    format, the optimizer's implementation, allocator settings. The loop does the rest:
+    `Prepared.micro_batches` divides each batch of its loader and says each loss's share, and the loop computes
+    in `plan.settings.precision`. It may survive out-of-memory errors by `Prepared.retry`. `brimful.apply` does
+    all of that, and divides micro-batches where memory runs out again.
+
+    A loop that loads micro-batches itself and has a learning-rate schedule gets a warning: steps of the
+    schedule are those of the optimizer, not of the loader.
 
     Args:
         plan: A plan, or settings.
@@ -157,7 +160,7 @@ def prepare(
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = settings_of(plan)
-    return Prepared(settings, model, optimizer, scaler=scaler)
+    return Prepared(settings, model, optimizer, scaler=scaler, warns_of_schedules=True)
 
 
 @busy("measuring")

@@ -1,25 +1,29 @@
 """Settings in force on a model and its optimizer, for a loop that runs the steps itself.
 
-Private torch API used here: `FakeTensor` (checked: torch 2.13).
+Private torch API used here: `FakeTensor`, and the mark of a scheduled optimizer (checked: torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from brimful.errors import UsageError
+from brimful.batches import BatchLayout
+from brimful.errors import BatchError, UsageError
 from brimful.execution.loop_recovery import LoopRecovery
+from brimful.execution.losses import shares_of
 from brimful.execution.precision import device_of
 from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
+from brimful.job import Batch
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
 from brimful.results import Recovery
 from brimful.settings import Precision, Settings
@@ -27,6 +31,9 @@ from brimful.transforms import apply_memory_format, apply_units
 
 _OF_THE_STEP = ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs", "offload_parameters")
 """Settings that the step itself carries out, not the model or the optimizer."""
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""Attribute of the `step` of an optimizer that has a schedule (torch 2.13, `LRScheduler.__init__`)."""
 
 Result = TypeVar("Result")
 
@@ -40,6 +47,7 @@ class Prepared:
         optimizer: An optimizer, also in the wrapper of Accelerate or Lightning; None leaves its implementation.
         scaler: The loop's loss scaler for fp16; None takes that of Accelerate's wrapper.
         watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
+        warns_of_schedules: Warn of a learning-rate schedule whose steps may be counted in micro-batches.
 
     Raises:
         UsageError: The settings have what only `brimful.apply` carries out.
@@ -53,6 +61,7 @@ class Prepared:
         *,
         scaler: GradScaler | None = None,
         watches: bool = False,
+        warns_of_schedules: bool = False,
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
         if found or settings.parallelism.is_zero:
@@ -70,6 +79,11 @@ class Prepared:
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
+        self._has_divided = False
+        if warns_of_schedules and settings.gradient_accumulation_steps > 1 and self._optimizer is not None:
+            before_first = self._optimizer.register_step_pre_hook(lambda *_: self._warn_of_schedule())
+            self._ends_warning = before_first.remove
+            self._changes.callback(self._ends_warning)
         if watches and self._can_retry():
             self._watch()
 
@@ -80,6 +94,57 @@ class Prepared:
     def recoveries(self) -> tuple[Recovery, ...]:
         """Steps in which memory ran out and that were taken again by `retry`."""
         return () if self._recovery is None else tuple(self._recovery.recoveries)
+
+    def micro_batches(
+        self, batch: Batch, *, count: Callable[[Batch], Tensor | float] | None = None
+    ) -> Iterator[tuple[Batch, float]]:
+        """Divide a batch of your loader into the plan's micro-batches.
+
+            for batch in loader:  # of as many samples as a step has
+                for part, share in prepared.micro_batches(batch):
+                    (compute_loss(model, part) * share).backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+        The loader stays as it is, so its length is the number of steps, and schedules are those of the loop
+        without a plan. A smaller last batch is one step too.
+
+        Args:
+            batch: Nested tensors with samples in their first dimension.
+            count: Counts what the loss is a mean over, such as labels that are not ignored. Default: samples.
+
+        Yields:
+            Each micro-batch, and its share in the mean loss of the batch.
+
+        Raises:
+            BatchError: The batch cannot be divided, or there is nothing that counts.
+        """
+        self._has_divided = True
+        layout = BatchLayout(expected=self.settings.rank_batch_size)
+        if self.settings.gradient_accumulation_steps > 1 and (reason := layout.why_whole(batch)) is not None:
+            raise BatchError(f"the batch cannot be divided into micro-batches: {reason}")
+        parts = layout.split(batch, self.settings.micro_batch_size)
+        counts = [float((count or layout.count)(part)) for part in parts]
+        for part, share in zip(parts, shares_of(counts, sum(counts)), strict=True):
+            if share:
+                yield part, share
+
+    def _warn_of_schedule(self) -> None:
+        """Before the first update: say how a schedule is counted, unless brimful divides the loop's batches."""
+        self._ends_warning()
+        if self._has_divided or not hasattr(self._optimizer.step, _SCHEDULED):  # type: ignore[union-attr]
+            return
+        parts = self.settings.gradient_accumulation_steps
+        warnings.warn(
+            f"a learning-rate schedule is attached to the optimizer, and the plan makes a step of {parts} "
+            f"micro-batches. A loader of micro-batches is {parts} times as long as the number of steps: a schedule "
+            f"built of len(loader) runs {parts} times too slowly, and one stepped after each micro-batch {parts} "
+            "times too fast. Let the loader give the batches of a step, and divide them by "
+            f"`for part, share in prepared.micro_batches(batch)`. Or build the schedule of len(loader) // {parts}, "
+            "and step it after optimizer.step().",
+            stacklevel=2,
+        )
 
     def retry(self, action: Callable[..., Result], *arguments: Any) -> Result:
         """Run a part of an optimizer step; where memory runs out in it, run the step so far again.
