@@ -16,6 +16,7 @@ from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.attached import copied_model
 from brimful.execution.in_force import Prepared
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
 from brimful.job import Job
@@ -116,6 +117,7 @@ def apply(
         check=partial(check_split, job, model) if verify else None,
         check_split=partial(check_may_split, job, model, permits_layers=permits_layers),
         recover=recover,
+        planned=plan.sample_sizes if isinstance(plan, Plan) else (),
     )
 
 
@@ -151,7 +153,8 @@ def prepare(
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = settings_of(plan, order="prepare(plan, model, optimizer)")
-    return Prepared(settings, model, optimizer, scaler=scaler)
+    planned = plan.sample_sizes if isinstance(plan, Plan) else ()
+    return Prepared(settings, model, optimizer, scaler=scaler, planned=planned)
 
 
 @busy("measuring")
@@ -172,6 +175,7 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
         UsageError: This machine has no such device.
     """
     settings = settings_of(plan, order="measure(job, plan)")
+    job = with_longest_batch(job, settings.rank_batch_size).job
     if not isinstance(plan, Plan):
         return measure_step(job, settings, device=choose_device(device, None), seed=seed)
     where = choose_device(device, plan.device_kind)

@@ -5,7 +5,7 @@ Private torch API used here: `FakeTensor` (checked: torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -16,12 +16,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
+from brimful.execution.length_watch import InputWatch
 from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.precision import device_of
 from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
-from brimful.results import Recovery
+from brimful.results import Recovery, SampleSize
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_memory_format, apply_units
 
@@ -40,6 +41,8 @@ class Prepared:
         optimizer: An optimizer, also in the wrapper of Accelerate or Lightning; None leaves its implementation.
         scaler: The loop's loss scaler for fp16; None takes that of Accelerate's wrapper.
         watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
+        planned: Sizes of the samples that were planned for; the first larger input of the model in training
+            gives a warning.
 
     Raises:
         UsageError: The settings have what only `brimful.apply` carries out.
@@ -53,6 +56,7 @@ class Prepared:
         *,
         scaler: GradScaler | None = None,
         watches: bool = False,
+        planned: Sequence[SampleSize] = (),
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
         if found or settings.parallelism.is_zero:
@@ -70,6 +74,10 @@ class Prepared:
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
+        if planned:
+            watch = InputWatch(planned)
+            hook = model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
+            self._changes.callback(hook.remove)
         if watches and self._can_retry():
             self._watch()
 

@@ -12,6 +12,7 @@ Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whos
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,8 +25,12 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from brimful.api import plan as plan_job
+from brimful.batches import BatchLayout
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared
+from brimful.execution.length_watch import LengthWatch
+from brimful.execution.longest_batch import read_notes
+from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
@@ -46,12 +51,16 @@ _MEAN_NOTE = (
 )
 
 
+_LONGER = "If training has longer ones, plan with a loader of the longest samples"
+
+
 def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
     """The training job of a module with automatic optimization.
 
     Args:
         module: Its `training_step` gives the loss, its `configure_optimizers` the optimizer.
-        loader: Its first batch, of samples with the largest shapes, is what is predicted.
+        loader: A batch of its largest samples is what is predicted. They are searched for in its dataset, of
+            which at most 10,000 samples are read, for at most two seconds; of a stream the first ones.
 
     Returns:
         The job, for `bf.estimate`, `bf.measure` and `bf.verify`.
@@ -59,6 +68,10 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
     Raises:
         UsageError: The module optimizes manually, or has several optimizers.
     """
+    return _job_of(module, _longest_batch(loader)[0])
+
+
+def _job_of(module: LightningModule, batch: Batch) -> Job:
     if not module.automatic_optimization:
         raise UsageError(
             f"{type(module).__name__} optimizes manually. Use `bf.prepare` in its own loop, and `Job(loop=…)` "
@@ -73,7 +86,7 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
     return Job(
         model=module,
         loss=loss,
-        batch=_first_batch(loader),
+        batch=batch,
         optimizer=lambda model: _one_optimizer(model.configure_optimizers(), type(module).__name__),
         name=type(module).__name__,
     )
@@ -115,11 +128,12 @@ def plan(
     asked: PlanKeywords = {**options, "offload_optimizer": False}
     if world_size > 1:
         asked["parallelism"] = "ddp"
+    batch, of_lengths = _longest_batch(loader)
     with RandomState.kept():
-        found = plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
+        found = plan_job(_job_of(module, batch), device, global_batch_size=size, world_size=world_size, **asked)
     of_loss = _MEAN_NOTE.format(size=size // world_size)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
-    return replace(found, notes=(*notes, *_notes_of_few_samples(loader, size)))
+    return replace(found, notes=(*of_lengths, *notes, *_notes_of_few_samples(loader, size)))
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
@@ -181,6 +195,7 @@ class PlanCallback(Callback):
         """Steps in which memory ran out and that were taken again."""
         self._recovers = recover
         self._prepared: Prepared | None = None
+        self._lengths = LengthWatch((), BatchLayout())
         self._changes = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,6 +213,7 @@ class PlanCallback(Callback):
             )
         _check_batch_size(self.plan, trainer.train_dataloader)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
+        self._lengths = LengthWatch(self.plan.sample_sizes, BatchLayout(), advice=_LONGER)
         self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
         self._changes.callback(self._prepared.remove)
         if self._recovers:
@@ -206,7 +222,9 @@ class PlanCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int
     ) -> None:
-        """Clear the last step's gradients."""
+        """Warn of the first batch that is larger than planned, and clear the last step's gradients."""
+        if (larger := self._lengths.larger(batch)) is not None:
+            warnings.warn(larger, stacklevel=2)
         if index % trainer.accumulate_grad_batches == 0:
             pl_module.optimizer_zero_grad(trainer.current_epoch, index, trainer.optimizers[0])
 
@@ -275,6 +293,14 @@ def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]
         f"the loader has {found} samples, fewer than a step's {size}: each epoch is one smaller step. Give the "
         "loader a smaller batch_size, or pass a smaller global_batch_size",
     )
+
+
+def _longest_batch(loader: DataLoader[Any]) -> tuple[Batch, tuple[str, ...]]:
+    """A batch of the largest samples of a loader, and of which sizes it is where they differ."""
+    read = longest_of_data(loader, loader.batch_size or 1, BatchLayout())
+    if read is None:
+        return _first_batch(loader), ()
+    return read.batch, read_notes(read, read.high, _LONGER)
 
 
 def _first_batch(loader: DataLoader[Any]) -> Batch:
