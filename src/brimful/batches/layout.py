@@ -144,9 +144,12 @@ class BatchLayout:
 
     def places(self, batch: Batch) -> SampleLocations | None:
         """Where the samples of a batch are; None if they cannot be identified, or by `split` alone."""
-        if self.to_samples is not None or self.why_whole(batch) is not None:
+        if self.to_samples is not None:
             return None
-        return self._found(batch)
+        try:
+            return self._found(batch)
+        except WholeBatchError:
+            return None
 
     def _found(self, batch: Batch) -> SampleLocations:
         return find_samples(batch, self.batch_dim, expected=self.expected)

@@ -27,8 +27,8 @@ def sample_sizes(batch: Batch, layout: BatchLayout) -> tuple[SampleSize, ...]:
     Raises:
         BatchError: As `layout.count` does.
     """
-    samples = max(layout.count(batch), 1)
     places = layout.places(batch)
+    samples = max(layout.count(batch) if places is None else places.samples, 1)
     shapes: dict[str, tuple[int | None, ...]] = {}
     elements: dict[str, int] = {}
 

@@ -147,6 +147,7 @@ class Run:
             early = None if batch is None else self._memory.note_measured(batch)
             if early is not None:
                 self._runner.dry_run(early, measure_memory=True)
+        self._runner.peak_is_as_planned = self._memory.is_as_planned
 
     @worker_errors()
     def _run_epochs(self) -> StopReason:

@@ -123,6 +123,15 @@ class MemoryMeter:
         return early[1]
 
     @property
+    def is_as_planned(self) -> bool:
+        """Whether the largest batch that was measured is as large as the planned one, and no larger."""
+        plan = self._config.plan
+        if plan is None or not plan.sample_sizes or self._measured is None:
+            return True
+        planned, measured = plan.sample_sizes, self._measured.sizes
+        return not larger_entries(planned, measured) and not larger_entries(measured, planned)
+
+    @property
     def includes_copies(self) -> bool:
         """Whether the next step has copies for undoing its update in the memory that is measured."""
         is_early = self._updates < MEASURED_UPDATE - 1

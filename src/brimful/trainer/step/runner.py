@@ -104,6 +104,8 @@ class StepRunner:
         self._terms = 0.0
         self.peak: PeakMemory | None = None
         """The highest peak of the measured steps, and of the longest batch; None before them."""
+        self.peak_is_as_planned = True
+        """Whether it is of batches of the lengths that were planned."""
 
     def close(self) -> None:
         """Restore the model's forward and memory format, and close the connections to other ranks."""
