@@ -579,6 +579,67 @@ def _trainer_fixed() -> Verdict:
     return _transformers([16] * 40, longest=16, says=False)
 
 
+def _lightning_meets_longer() -> Verdict:
+    import lightning
+
+    import brimful.integrations.lightning as bfl
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Mean()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return _text_loss(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    short, all_lengths = (
+        DataLoader(_samples(lengths), batch_size=8, collate_fn=_pad) for lengths in ([SHORT] * 64, SEQUENCES)
+    )
+    plan = bfl.plan(Module(), short, CPU)
+    options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = lightning.Trainer(
+            **bfl.trainer_options(plan), **options, accelerator="cpu", callbacks=[bfl.PlanCallback(plan)]
+        )
+        trainer.fit(Module(), bfl.loader(plan, all_lengths))
+    return _told_once([str(each.message) for each in told], LONG)
+
+
+def _trainer_meets_longer() -> Verdict:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    import brimful.integrations.transformers as bft
+
+    texts = [{"input_ids": [3] * length, "labels": [3] * length} for length in [8] * 20 + [90] + [8] * 11]
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+        ids = pad_sequence([torch.tensor(sample["input_ids"]) for sample in samples], batch_first=True)
+        return {"input_ids": ids, "labels": ids}
+
+    config = GPT2Config(vocab_size=WORDS, n_positions=128, n_embd=32, n_layer=2, n_head=2)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asked = TrainingArguments(
+            folder, per_device_train_batch_size=8, use_cpu=True, report_to=[], save_strategy="no"
+        )
+        trainer = Trainer(GPT2LMHeadModel(config), asked, train_dataset=texts, data_collator=collate)
+        plan = bft.plan(trainer, CPU, longest=texts[0], budget="1GiB")
+        bft.apply(plan, trainer, report=False)
+        trainer.train()
+    return _told_once([str(each.message) for each in told], 90)
+
+
+def _told_once(told: list[str], length: int) -> Verdict:
+    says = [text for text in told if "planned" in text]
+    if len(says) != 1 or str(length) not in says[0]:
+        raise WrongError(f"told of a longer batch: {says}")
+    return Verdict.STATED
+
+
 # Controls
 
 
@@ -668,11 +729,13 @@ _PROGRAMS: dict[str, tuple[Callable[[], Verdict], ...]] = {
         _lightning_stream,
         _lightning_buckets,
         _lightning_fixed,
+        _lightning_meets_longer,
         _trainer_padded,
         _trainer_sorted,
         _trainer_grouped,
         _trainer_stream,
         _trainer_fixed,
+        _trainer_meets_longer,
     ),
     "batches of one length": (
         _fixed_texts,

@@ -243,8 +243,12 @@ def spread_indices(size: int) -> list[int]:
 
 
 def _is_one_shot(values: Any) -> bool:
-    """Whether iterating over values uses them up, or moves a position that their owner relies on."""
-    if isinstance(values, Iterator):
+    """Whether iterating over values uses them up, or moves a position that their owner relies on.
+
+    An object that holds an iterator, such as a generator or an open file, may pass it on.
+    """
+    held = getattr(values, "__dict__", {}).values()
+    if isinstance(values, Iterator) or any(isinstance(value, Iterator) for value in held):
         return True
     if not isinstance(values, Iterable):
         return not hasattr(values, "__getitem__")

@@ -80,7 +80,14 @@ class OneShot:
         return self._left
 
 
-@pytest.mark.parametrize("used_up", [lambda batches: iter(batches), lambda batches: map(abs, batches), OneShot])
+class PassedOn(OneShot):
+    """Iterates anew each time, over what the last time has left."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self._left
+
+
+@pytest.mark.parametrize("used_up", [iter, lambda batches: map(abs, batches), OneShot, PassedOn])
 def test_what_is_used_up_by_reading_is_not_read(used_up: Callable[[list[Tensor]], Any]) -> None:
     batches = used_up([torch.zeros(2, 3), torch.zeros(2, 4)])
     assert longest_of_data(batches, 2, LAYOUT) is None
