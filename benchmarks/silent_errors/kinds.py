@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from silent_errors import losses, predictions, steps, surroundings, trainers
+from silent_errors import lengths, losses, predictions, steps, surroundings, trainers
 from silent_errors.case import Case
 
 CASES: tuple[Case, ...] = (
+    *lengths.CASES,
     *losses.CASES,
     *predictions.CASES,
     *steps.CASES,

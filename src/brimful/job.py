@@ -62,8 +62,8 @@ class Data:
     too, and reports them as `training_loss`, `training_accuracy` and so on."""
     longest: Batch | Callable[[int], Batch] | None = None
     """The global batch of `train` with the highest peak memory, such as the one with the longest texts; or a
-    function that makes it for a number of samples. It is run before the first step, so that memory does not run
-    out hours later. Not needed if all batches have the same shape."""
+    function that makes it for a number of samples. It is predicted, and is run before the first step, so that
+    memory does not run out hours later. Not needed if all batches have the same shape."""
 
 
 DEFAULT_NAME = "job"
@@ -109,7 +109,8 @@ class Job:
     `embed`, `loss(embeddings)`: a scalar of all samples of the global batch, however the batch is split."""
     batch: Callable[[int], Batch] | Batch
     """`batch(n)`: a batch of n samples, for prediction; or one real batch, which is resized as needed. A real
-    batch that cannot be split counts as one sample."""
+    batch that cannot be split counts as one sample. Where batches differ in more than their samples, the
+    longest of several, and of `data`, is predicted."""
     batch_dim: int | None = None
     """The batch dimension of tensors; tensors with too few dimensions for it use their first. Use 1 for
     sequences of shape (time, batch, …). None finds the samples; see `Batch`."""
@@ -139,7 +140,8 @@ class Job:
     which the loss then has to call. It decides types and resharding too. None shards the model's repeated
     blocks."""
     data: Callable[[], Data] | None = None
-    """Returns the training and validation data; only training needs it."""
+    """Returns the training and validation data; only training needs it. Predictions read some of the training
+    data, for at most two seconds, to find its longest batch."""
     metrics: Callable[..., Mapping[str, Tensor | float]] | None = None
     """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``. With `embed`
     it may be `metrics(embeddings)`, of all samples of a validation batch, such as a retrieval accuracy."""

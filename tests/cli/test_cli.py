@@ -115,6 +115,7 @@ PLAN_KEYS = {
     "job_calibration",
     "job_kind",
     "notes",
+    "sample_sizes",
     "source",
 }
 

@@ -17,6 +17,7 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
@@ -116,6 +117,8 @@ def estimate(
         optimizer_in_backward=optimizer_in_backward,
         offload_optimizer=offload_optimizer,
     )
+    longest = with_longest_batch(job, settings.rank_batch_size)
+    job = longest.job
     capture = partial(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
     )
@@ -127,7 +130,7 @@ def estimate(
     if save_trace is not None:
         trace.save(save_trace)
     return _noted_estimate(
-        _notes(job, micro_batch_size, optimizer, is_size_asked=True),
+        (*_notes(job, micro_batch_size, optimizer, is_size_asked=True), *longest.notes),
         trace,
         target,
         extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
@@ -175,6 +178,8 @@ def estimator(
     """
     target = resolve_device(device)
     settings = _settings(job, target, 1, gradient_accumulation_steps, precision, optimizer)
+    longest = with_longest_batch(job, _USUAL_SAMPLES)
+    job = longest.job
 
     def capture(settings: Settings, steps: int = 1, guess: Guess = Guess.EXPECTED) -> Trace:
         return capture_step(job, settings, target, steps=steps, guess=guess)
@@ -193,7 +198,7 @@ def estimator(
         steps=_steps_of(job),
         estimate=partial(
             _noted_estimate,
-            _notes(job, None, optimizer, is_size_asked=False),
+            (*_notes(job, None, optimizer, is_size_asked=False), *longest.notes),
             capacity_bytes=_capacity_bytes(job, device, target, budget),
             allocator=_parse_allocator(allocator),
         ),
@@ -250,6 +255,7 @@ def gpus(
             "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
         )
     compared = [with_best_context(device) for device in asked]
+    job = with_longest_batch(job, global_batch_size).job
     with CapturesOnDevices(job, compared) as captures:
         fits = survey_gpus(
             captures,
@@ -290,7 +296,8 @@ def capture_trace(job: Job, settings: Settings, device: DeviceLike = "cpu") -> T
     Raises:
         CaptureError: The step cannot be run on fake tensors.
     """
-    return capture_step(job, settings, resolve_device(device), steps=_steps_of(job))
+    longest = with_longest_batch(job, settings.rank_batch_size).job
+    return capture_step(longest, settings, resolve_device(device), steps=_steps_of(job))
 
 
 LOOP_STEPS = 3
@@ -298,7 +305,7 @@ LOOP_STEPS = 3
 
 
 _USUAL_SAMPLES = 32
-"""Micro-batch for which memory formats are compared before the size is known: a choice."""
+"""Samples for which memory formats and lengths are compared before the size is known: a choice."""
 
 
 _SIZE_NOTE = (

@@ -9,6 +9,7 @@ from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.errors import InfeasibleError, UsageError
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
@@ -76,6 +77,8 @@ def plan(
     check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
     asked = PlanOptions.of(options)
     target = resolve_device(device)
+    longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
+    job = longest.job
     if network is not None:
         target = replace(target, network_bytes_per_second=parse_bytes(network))
     request = request_of(
@@ -98,8 +101,8 @@ def plan(
         is_mean = check_planned_split(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
-    notes = (*memory_notes(memory, request.budget_bytes), *of_plan)
-    return replace(found, asked=asked, job_kind=kind, notes=notes)
+    notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_plan)
+    return replace(found, asked=asked, job_kind=kind, notes=notes, sample_sizes=longest.sizes)
 
 
 def _kind(job: Job, request: Request, settings: Settings, capture: CachedCapture) -> JobKind:
@@ -157,6 +160,7 @@ def check_plan(
         raise UsageError(
             f"the plan is for {plan.device} ({plan.device_kind}), and {target.name} is a {target.kind} device."
         )
-    trace = CautiousCapture(replace(job, loop=None), target)(plan.settings)
+    longest = with_longest_batch(job, plan.settings.rank_batch_size).job
+    trace = CautiousCapture(replace(longest, loop=None), target)(plan.settings)
     budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
     return check_trace(trace, plan, target, budget_bytes)

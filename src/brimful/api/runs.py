@@ -17,6 +17,7 @@ from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.attached import copied_model
 from brimful.execution.in_force import HoldsOptimizer, Prepared
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
 from brimful.job import Job
@@ -121,6 +122,7 @@ def apply(
         check=partial(check_split, job, model) if verify else None,
         check_split=partial(check_may_split, job, model, permits_layers=permits_layers),
         recover=recover,
+        planned=plan.sample_sizes if isinstance(plan, Plan) else (),
     )
 
 
@@ -160,7 +162,8 @@ def prepare(
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = settings_of(plan)
-    return Prepared(settings, model, optimizer, scaler=scaler, warns_of_schedules=True)
+    planned = plan.sample_sizes if isinstance(plan, Plan) else ()
+    return Prepared(settings, model, optimizer, scaler=scaler, planned=planned, warns_of_schedules=True)
 
 
 @busy("measuring")
@@ -184,6 +187,7 @@ def measure(
         UsageError: This machine has no such device.
     """
     settings = settings_of(plan)
+    job = with_longest_batch(job, settings.rank_batch_size).job
     if not isinstance(plan, Plan):
         return measure_step(job, settings, device=choose_device(device, None), seed=seed)
     where = choose_device(device, plan.device_kind)

@@ -5,7 +5,9 @@ which dimension the samples are; `input_mover` brings a micro-batch to the model
 """
 
 from brimful.batches.input_mover import InputMover
-from brimful.batches.layout import BatchLayout, layout_of, make_batch, make_micro_batch, why_not_split
+from brimful.batches.layout import BatchLayout, is_real, layout_of, make_batch, make_micro_batch, why_not_split
+from brimful.batches.one_batch import are_samples, is_one_batch
+from brimful.batches.sizes import sample_sizes
 from brimful.batches.tensors import (
     SampleList,
     is_applicable,
@@ -22,7 +24,10 @@ __all__ = [
     "BatchLayout",
     "InputMover",
     "SampleList",
+    "are_samples",
     "is_applicable",
+    "is_one_batch",
+    "is_real",
     "is_record",
     "layout_of",
     "make_batch",
@@ -31,6 +36,7 @@ __all__ = [
     "map_tensors",
     "named_tensors",
     "own_part",
+    "sample_sizes",
     "tensors_in",
     "to_device",
     "why_not_split",

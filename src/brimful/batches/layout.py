@@ -142,6 +142,15 @@ class BatchLayout:
             return str(error)
         return None
 
+    def places(self, batch: Batch) -> SampleLocations | None:
+        """Where the samples of a batch are; None if they cannot be identified, or by `split` alone."""
+        if self.to_samples is not None:
+            return None
+        try:
+            return self._found(batch)
+        except WholeBatchError:
+            return None
+
     def _found(self, batch: Batch) -> SampleLocations:
         return find_samples(batch, self.batch_dim, expected=self.expected)
 
@@ -305,7 +314,7 @@ def make_batch(job: Job, samples: int) -> Batch:
         UsageError: `samples` is below 1.
     """
     _check_positive("samples", samples)
-    if _is_real(job.batch):
+    if is_real(job.batch):
         try:
             return layout_of(job).resize(job.batch, samples)
         except WholeBatchError as error:
@@ -388,10 +397,10 @@ def why_not_split(job: Job, samples: int) -> str | None:
     """
     if samples == 1:
         return None
-    return layout_of(job).why_whole(job.batch if _is_real(job.batch) else make_batch(job, samples))
+    return layout_of(job).why_whole(job.batch if is_real(job.batch) else make_batch(job, samples))
 
 
-def _is_real(batch: Any) -> bool:
+def is_real(batch: Any) -> bool:
     """Whether `Job.batch` is a batch, not a function: those of PyTorch Geometric are callable."""
     return not callable(batch) or is_applicable(batch)
 

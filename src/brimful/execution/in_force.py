@@ -6,7 +6,7 @@ Private torch API used here: `FakeTensor`, and the mark of a scheduled optimizer
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
+from brimful.execution.length_watch import InputWatch
 from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.losses import shares_of
 from brimful.execution.precision import device_of
@@ -25,7 +26,7 @@ from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
 from brimful.job import Batch
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
-from brimful.results import Recovery
+from brimful.results import Recovery, SampleSize
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_memory_format, apply_units
 
@@ -48,6 +49,8 @@ class Prepared:
         scaler: The loop's loss scaler for fp16; None takes that of Accelerate's wrapper.
         watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
         warns_of_schedules: Warn of a learning-rate schedule whose steps may be counted in micro-batches.
+        planned: Sizes of the samples that were planned for; the first larger input of the model in training
+            gives a warning.
 
     Raises:
         UsageError: The settings have what only `brimful.apply` carries out.
@@ -62,6 +65,7 @@ class Prepared:
         scaler: GradScaler | None = None,
         watches: bool = False,
         warns_of_schedules: bool = False,
+        planned: Sequence[SampleSize] = (),
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
         if found or settings.parallelism.is_zero:
@@ -84,6 +88,10 @@ class Prepared:
             before_first = self._optimizer.register_step_pre_hook(lambda *_: self._warn_of_schedule())
             self._ends_warning = before_first.remove
             self._changes.callback(self._ends_warning)
+        if planned:
+            watch = InputWatch(planned)
+            hook = model.register_forward_pre_hook(watch.before_forward, with_kwargs=True)
+            self._changes.callback(hook.remove)
         if watches and self._can_retry():
             self._watch()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from brimful.batches import layout_of
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.in_force import put_in_force
+from brimful.execution.length_watch import LengthWatch
 from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.precision import device_of
@@ -31,7 +32,7 @@ from brimful.optimizers import (
     check_needs_no_closure,
     check_parameters,
 )
-from brimful.results import Recovery
+from brimful.results import Recovery, SampleSize
 from brimful.settings import Settings
 
 CheckBatch = Callable[[Settings, Batch], None]
@@ -85,6 +86,7 @@ class PlannedStep:
         check: Called with the first global batch before it is trained on.
         check_split: Called before a batch, or micro-batches, are divided because memory ran out.
         recover: Whether a step in which memory runs out is retried.
+        planned: Sizes of the samples of the batch that was planned for; the first larger one gives a warning.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class PlannedStep:
         check: CheckBatch | None = None,
         check_split: CheckSplit | None = None,
         recover: bool = True,
+        planned: Sequence[SampleSize] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(
@@ -107,10 +110,10 @@ class PlannedStep:
         check_parameters(optimizer, model.parameters(), job=job.name)
         check_needs_no_closure(optimizer, job=job.name)
         check_dense_gradients(optimizer, model)
-        planned = settings.optimizer
-        if planned is not None and type(optimizer).__name__.lower() != planned:
+        name = settings.optimizer
+        if name is not None and type(optimizer).__name__.lower() != name:
             warnings.warn(
-                f"the plan is for the optimizer {planned!r}, and the one given is {type(optimizer).__name__}. "
+                f"the plan is for the optimizer {name!r}, and the one given is {type(optimizer).__name__}. "
                 "Its memory is not what the plan predicts.",
                 stacklevel=3,
             )
@@ -120,6 +123,7 @@ class PlannedStep:
         )
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
+        self._lengths = LengthWatch(planned, self._layout)
         self._check = check
         self._check_split = check_split
         self._recovers = recover
@@ -141,7 +145,7 @@ class PlannedStep:
         return self._settings
 
     def __call__(self, global_batch: Batch) -> StepOutcome:
-        """Train on one global batch; one with more samples than planned for gives a warning.
+        """Train on one global batch; one with more or larger samples than planned for gives a warning.
 
         Args:
             global_batch: On the host; each micro-batch is copied to the model's device as it is used. A model
@@ -166,6 +170,8 @@ class PlannedStep:
                 "take more memory than is predicted.",
                 stacklevel=2,
             )
+        if (larger := self._lengths.larger(global_batch)) is not None:
+            warnings.warn(larger, stacklevel=2)
         if self._check is not None:
             self._check(self._settings, global_batch)
             self._check = None

@@ -31,6 +31,9 @@ from brimful.api import plan as plan_job
 from brimful.batches import BatchLayout, layout_of
 from brimful.errors import EquivalenceError, UsageError
 from brimful.execution.in_force import Prepared
+from brimful.execution.length_watch import LengthWatch
+from brimful.execution.longest_batch import read_notes
+from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.integrations.lightning_step import DividedBatches, unchanged
 from brimful.job import Batch, Job
@@ -57,12 +60,16 @@ _MEAN_NOTE = (
 )
 
 
+_LONGER = "If training has longer ones, plan with a loader of the longest samples"
+
+
 def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
     """The training job of a module with automatic optimization.
 
     Args:
         module: Its `training_step` gives the loss, its `configure_optimizers` the optimizer.
-        loader: Its first batch, of samples with the largest shapes, is what is predicted.
+        loader: A batch of its largest samples is what is predicted. They are searched for in its dataset, of
+            which at most 10,000 samples are read, for at most two seconds; of a stream the first ones.
 
     Returns:
         The job, for `bf.estimate`, `bf.measure` and `bf.verify`.
@@ -70,13 +77,19 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
     Raises:
         UsageError: The module optimizes manually, or has several optimizers.
     """
+    return _job_and_lengths(module, loader)[0]
+
+
+def _job_and_lengths(module: LightningModule, loader: DataLoader[Any]) -> tuple[Job, tuple[str, ...]]:
+    """The job of the longest batch, and of which sizes it is where they differ."""
     if not module.automatic_optimization:
         raise UsageError(
             f"{type(module).__name__} optimizes manually. Use `bf.prepare` in its own loop, and `Job(loop=…)` "
             "to estimate it."
         )
 
-    return _job(module, _first_batch(loader), lambda: PlanningTrainer(loader))
+    batch, lengths = _longest_batch(loader)
+    return _job(module, batch, lambda: PlanningTrainer(loader)), lengths
 
 
 def _job(module: LightningModule, batch: Batch, trainer: Callable[[], Trainer]) -> Job:
@@ -131,7 +144,7 @@ def plan(
     for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
         if options.get(name):
             raise UsageError(f"{name}={options[name]!r} is not supported in Lightning.")
-    own = job(module, loader)
+    own, of_lengths = _job_and_lengths(module, loader)
     of_batch = _batch_size(loader) or layout_of(own).count(own.batch)
     size = global_batch_size or of_batch * world_size
     if size % (of_batch * world_size):
@@ -154,7 +167,7 @@ def plan(
             found = make(**{**asked, "micro_batch_size": of_batch})
     of_loss = _MEAN_NOTE.format(size=of_batch)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
-    return replace(found, notes=(*notes, *_notes_of_few_samples(loader, size)))
+    return replace(found, notes=(*of_lengths, *notes, *_notes_of_few_samples(loader, size)))
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
@@ -201,6 +214,7 @@ class PlanCallback(Callback):
         """Steps in which memory ran out and that were taken again."""
         self._recovers, self._verifies = recover, verify
         self._prepared: Prepared | None = None
+        self._lengths = LengthWatch((), BatchLayout())
         self._changes = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,6 +226,7 @@ class PlanCallback(Callback):
             )
         _check_samples(self.plan, trainer)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
+        self._lengths = LengthWatch(self.plan.sample_sizes, BatchLayout(), advice=_LONGER)
         self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
         self._changes.callback(self._prepared.remove)
         self._divide(trainer, pl_module, self._prepared)
@@ -219,7 +234,9 @@ class PlanCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int
     ) -> None:
-        """Clear the last step's gradients."""
+        """Warn of the first batch that is larger than planned, and clear the last step's gradients."""
+        if (larger := self._lengths.larger(batch)) is not None:
+            warnings.warn(larger, stacklevel=2)
         if index % trainer.accumulate_grad_batches == 0:
             pl_module.optimizer_zero_grad(trainer.current_epoch, index, trainer.optimizers[0])
 
@@ -389,6 +406,14 @@ def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]
         f"the loader has {found} samples, fewer than a step's {size}: each epoch is one smaller step. Give the "
         "loader a smaller batch_size, or pass a smaller global_batch_size",
     )
+
+
+def _longest_batch(loader: DataLoader[Any]) -> tuple[Batch, tuple[str, ...]]:
+    """A batch of the largest samples of a loader, and of which sizes it is where they differ."""
+    read = longest_of_data(loader, loader.batch_size or 1, BatchLayout())
+    if read is None:
+        return _first_batch(loader), ()
+    return read.batch, read_notes(read, read.high, _LONGER)
 
 
 def _first_batch(loader: DataLoader[Any]) -> Batch:

@@ -7,6 +7,7 @@ Private API of transformers 5.23 used here: `_remove_unused_columns`, `_get_coll
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import cycle, islice
@@ -18,11 +19,18 @@ from transformers import Trainer
 
 from brimful.batches import BatchLayout, named_tensors
 from brimful.errors import BatchError, UsageError
+from brimful.execution.longest_batch import read_notes
+from brimful.execution.longest_data import (
+    ALIKE_SECONDS,
+    MOST_READ,
+    MOST_SECONDS,
+    longest_of_samples,
+    spread_indices,
+)
+from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_kinds import has_pairs, is_of_sentence_transformers
 from brimful.job import Batch
 
-MOST_SAMPLES_READ = 10_000
-"""Of a dataset, to find the longest: a choice."""
 _ALIKE_SAMPLES = 64
 """This number of samples of one size in a row, such as images after a transform, stands for all: a choice."""
 _MOST_COLLATED = 64
@@ -39,7 +47,7 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
     without padding, the longest are repeated.
 
     Args:
-        trainer: With a `train_dataset`, of which at most `MOST_SAMPLES_READ` samples are read, evenly spaced;
+        trainer: With a `train_dataset`, of which at most `MOST_READ` samples are read, from all its parts;
             the first ones of a stream.
         longest: The sample to take instead.
 
@@ -70,10 +78,17 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
 
 def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
     """What a plan says about the samples that its longest one was found among."""
-    if longest is not None or isinstance(trainer.train_dataset, Sized):
+    if longest is not None:
         return ()
+    if isinstance(trainer.train_dataset, Sized):
+        sources, collate = _sources_and_collator(trainer)
+        layout = layout_of_trainer(trainer)
+        with RandomState.kept():
+            found = [longest_of_samples(samples, collate, 2, layout) for samples in sources]
+        advice = "If others are longer, pass plan(trainer, longest=…)"
+        return tuple(note for read in found if read is not None for note in read_notes(read, read.high, advice))
     return (
-        f"the train_dataset is a stream: the longest of its first {MOST_SAMPLES_READ} samples is planned for. "
+        f"the train_dataset is a stream: the longest of its first {MOST_READ} samples is planned for. "
         "If later ones are longer, pass plan(trainer, longest=…)",
     )
 
@@ -219,7 +234,7 @@ def _longest_by(
     samples: Iterable[Any], lengths_of: Callable[[Any], dict[str, int]], *, stops: bool = True
 ) -> list[Any]:
     total, best = (-1, None), {}  # type: tuple[int, Any], dict[str, tuple[int, Any]]
-    alike = 0
+    alike, began = 0, time.perf_counter()
     seen: dict[str, int] | None = None
     for sample in samples:
         lengths = lengths_of(sample)
@@ -230,7 +245,8 @@ def _longest_by(
                 best[name] = length, sample
         alike = alike + 1 if lengths == seen else 0
         seen = lengths
-        if stops and alike >= _ALIKE_SAMPLES:
+        passed = time.perf_counter() - began
+        if stops and (passed > MOST_SECONDS or (alike >= _ALIKE_SAMPLES and passed > ALIKE_SECONDS)):
             break
     first, first_lengths = total[1], lengths_of(total[1])
     others = [sample for name, (length, sample) in best.items() if length > first_lengths.get(name, 0)]
@@ -245,9 +261,8 @@ def _elements(collate: _Collate, samples: list[Any]) -> float:
 
 def _some_of(samples: Any) -> Iterator[Any]:
     if isinstance(samples, Sized) and hasattr(samples, "__getitem__"):
-        step = max(len(samples) // MOST_SAMPLES_READ, 1)
-        return (samples[index] for index in range(0, len(samples), step))
-    return islice(iter(samples), MOST_SAMPLES_READ)
+        return (samples[index] for index in spread_indices(len(samples)))
+    return islice(iter(samples), MOST_READ)
 
 
 def _spread(samples: Any, count: int) -> list[Any]:

@@ -77,7 +77,7 @@ class AppliedPlan:
         _disable_cache(model, self._trainer)
         module = trained_module(self._trainer, model)
         with ExitStack() as changes:
-            changes.callback(Prepared(settings, module, optimizer).remove)
+            changes.callback(Prepared(settings, module, optimizer, planned=self.plan.sample_sizes).remove)
             if self._recovery is not None:
                 changes.callback(self._recovery.begin(module, optimizer, wrapper))
             else:

@@ -71,7 +71,8 @@ def job(trainer: Trainer, *, longest: Any | None = None) -> Job:
     Args:
         trainer: As it is before `train()`.
         longest: The sample with the highest memory use, as the dataset returns it. Default: searched for in the
-            dataset, of which at most 10,000 samples are read, evenly spaced; of a stream the first ones.
+            dataset, of which at most 10,000 samples are read, from all its parts, for at most two seconds; of a
+            stream the first ones.
 
     Returns:
         The job; its model is the trainer's, which estimating and planning do not change.

@@ -26,7 +26,7 @@ from brimful.display import PrintedResult
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.options import PlanOptions
-from brimful.results import JobCalibration
+from brimful.results import JobCalibration, SampleSize
 from brimful.settings import Settings
 
 PLAN_VERSION = 1
@@ -135,6 +135,9 @@ class Plan(PrintedResult):
     job_kind: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)] | None = None
     """Kind of job, device and versions whose predictions these are, under which training on this machine keeps
     what it measures; None for a device that is only named."""
+
+    sample_sizes: tuple[SampleSize, ...] = ()
+    """Of which batches the predictions speak: training says when one is larger. Empty if it is not known."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:

@@ -21,7 +21,7 @@ from brimful.profiling.cuda_context import best_context, measure_context
 from brimful.profiling.equivalence import verify, verify_model
 from brimful.profiling.local_device import device_record
 from brimful.profiling.measure import measure_step, repeated_step
-from brimful.profiling.peak import PeakMemory, peak_memory
+from brimful.profiling.peak import PeakMemory, larger_peak, peak_memory
 from brimful.profiling.rates import Progress
 from brimful.profiling.splitting import (
     LayerSplitWarning,
@@ -47,6 +47,7 @@ __all__ = [
     "check_planned_split",
     "check_split",
     "device_record",
+    "larger_peak",
     "measure_context",
     "measure_step",
     "peak_memory",

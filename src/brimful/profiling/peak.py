@@ -34,6 +34,19 @@ class PeakMemory:
     """Op-internal temporaries live at the peak, largest first; seen on a CPU only."""
 
 
+def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
+    """The highest of two peaks in each of their fields."""
+    if one is None:
+        return other
+    larger = max(one, other, key=lambda peak: peak.allocated_bytes)
+    return PeakMemory(
+        allocated_bytes=larger.allocated_bytes,
+        reserved_bytes=max(one.reserved_bytes, other.reserved_bytes),
+        device_bytes=max((peak.device_bytes for peak in (one, other) if peak.device_bytes), default=None),
+        temporaries_at_peak=larger.temporaries_at_peak,
+    )
+
+
 @contextmanager
 def peak_memory(
     model: nn.Module,

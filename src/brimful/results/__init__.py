@@ -6,6 +6,7 @@ They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.me
 
 from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
+from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
 from brimful.results.self_correction import (
     BetterSettings,
     JobCalibration,
@@ -35,11 +36,14 @@ __all__ = [
     "Measurement",
     "OpTemporary",
     "Recovery",
+    "SampleSize",
     "SelfCorrection",
     "StepRecord",
     "StopReason",
     "TrainingResult",
     "ValidationRecord",
+    "describe_growth",
+    "larger_entries",
     "steady_steps",
     "waiting_fraction",
 ]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import BatchLayout, is_applicable, is_record, make_batch, named_tensors
+from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, named_tensors
 from brimful.distributed.ranks import SINGLE, Ranks, processors_here
 from brimful.errors import BatchError, DataError, UsageError
 from brimful.execution.out_of_memory import with_room
@@ -171,7 +170,7 @@ class Batches:
             UsageError: The data give no batch.
             DataError: The data give fewer batches than `skip`.
         """
-        if _are_samples(self._train):
+        if are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
         if self._samples is None:
             return self._of_iterable(cast("Iterable[Batch]", self._train), epoch, skip)
@@ -284,7 +283,7 @@ def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) 
         UsageError: The validation data are a list of single samples.
     """
     given = [each for each in (data.train, data.validation) if each is not None]
-    if all(is_one_batch(each) or _are_samples(each) or _makes_batches(each) for each in given):
+    if all(is_one_batch(each) or are_samples(each) or _makes_batches(each) for each in given):
         return
     with suppress(BatchError):
         example = make_batch(job, samples)
@@ -322,7 +321,7 @@ def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
     Returns:
         The description; None if the data are one batch, or samples in memory.
     """
-    if is_one_batch(train) or (_are_samples(train) and not hasattr(train, "workers")):
+    if is_one_batch(train) or (are_samples(train) and not hasattr(train, "workers")):
         return None
     loader = train if isinstance(train, DataLoader) else None
     return DataLoading(
@@ -333,25 +332,9 @@ def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
     )
 
 
-def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
-    """Whether `data` is one batch with all samples, rather than an iterable of batches."""
-    if _are_samples(data):
-        return False
-    if isinstance(data, list):
-        return any(isinstance(entry, Tensor) for entry in data)
-    if isinstance(data, Tensor | tuple | Mapping) or is_applicable(data) or dataclasses.is_dataclass(data):
-        return True
-    return is_record(data) and not hasattr(type(data), "__iter__")  # a loader may have a method `to`
-
-
-def _are_samples(data: object) -> TypeGuard[Samples]:
-    """Whether data make their batches themselves; a loader may have a list named `batches`."""
-    return isinstance(data, Samples) and callable(data.batches)
-
-
 def _count_if_known(train: Batch | Iterable[Batch] | Samples, layout: BatchLayout) -> int | None:
     """Number of samples in an epoch; None for an iterable of batches."""
-    if not _are_samples(train):
+    if not are_samples(train):
         return _check_some(train, layout) if is_one_batch(train) else None
     samples = _length(train)
     if not samples:
@@ -383,7 +366,7 @@ def _check_data(name: str, data: Any) -> None:
             f"Data({name}=…) is a {type(data).__name__}, which gives single samples. "
             "Wrap it: DataLoader(dataset, batch_size=…, shuffle=…) gives batches."
         )
-    if name == "train" and _are_samples(data):
+    if name == "train" and are_samples(data):
         return
     sampler = getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

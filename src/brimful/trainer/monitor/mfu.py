@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from brimful.batches import make_batch, named_tensors
+from brimful.batches import layout_of, sample_sizes
 from brimful.job import Batch, Job
 from brimful.planner import Plan
 from brimful.results import StepRecord
-
-_Shapes = dict[str, tuple[int, ...]]
 
 
 class Utilisation:
     """Computes the MFU of steps from the FLOPs that the plan counted for a batch of the job.
 
     Args:
-        plan: Has the FLOPs of a batch and the peak of the device; without a plan the MFU is not known.
-        job: Its `batch` is the one that the plan was made for.
+        plan: Has the FLOPs and the sizes of a batch and the peak of the device; without a plan the MFU is not
+            known.
+        job: Says where the samples of a batch are.
     """
 
     def __init__(self, plan: Plan | None, job: Job) -> None:
@@ -23,7 +22,8 @@ class Utilisation:
         if plan is not None and plan.model_flops is not None and plan.peak_flops_per_second is not None:
             self._sample_flops = plan.model_flops / plan.settings.rank_batch_size
             self._peak = plan.peak_flops_per_second * plan.settings.world_size
-            self._shapes = _sample_shapes(make_batch(job, plan.settings.micro_batch_size))
+            self._planned = set(plan.sample_sizes)
+            self._layout = layout_of(job, whole=plan.settings.global_batch_size)
 
     def of(self, record: StepRecord, batch: Batch) -> float | None:
         """The MFU of a step, including the time spent waiting for its batch.
@@ -37,11 +37,6 @@ class Utilisation:
         """
         if self._sample_flops is None or self._peak is None:
             return None
-        if not self._shapes.items() <= _sample_shapes(batch).items():
+        if not self._planned or not self._planned <= set(sample_sizes(batch, self._layout)):
             return None
         return self._sample_flops * record.samples / record.total_seconds / self._peak
-
-
-def _sample_shapes(batch: Batch) -> _Shapes:
-    """The shape of one sample, by path in the batch."""
-    return {path: tuple(tensor.shape[1:]) for path, tensor in named_tensors(batch) if tensor.ndim > 0}

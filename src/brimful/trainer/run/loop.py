@@ -6,7 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
+from brimful.batches import layout_of
 from brimful.display import write_from_signal
+from brimful.execution.length_watch import LengthWatch
 from brimful.execution.precision import matmul_precision
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch
@@ -59,6 +61,10 @@ class Run:
             self._runner,
             batches=run.batches,
             total_steps=run.total_steps,
+        )
+        self._lengths = LengthWatch(
+            () if run.config.plan is None else run.config.plan.sample_sizes,
+            layout_of(run.config.job, whole=run.config.settings.global_batch_size),
         )
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
@@ -124,14 +130,24 @@ class Run:
             )
 
     @worker_errors()
-    def _dry_run(self, *, measure_memory: bool = False) -> None:
-        """Check that the longest batch fits in memory, if the data know which one it is."""
+    def _dry_run(self, *, measure_memory: bool = False) -> Batch | None:
+        """Check that the longest batch fits in memory, and return it, if the data know which one it is."""
         longest = self._run.data.longest
         if longest is None:
-            return
+            return None
         with RandomState.kept():
             batch = longest(self._state.settings.global_batch_size) if callable(longest) else longest
         self._runner.dry_run(batch, measure_memory=measure_memory)
+        return batch
+
+    def _measure_larger(self, measured: Batch, *, is_first: bool) -> None:
+        """After a measured step, measure the batches that take more: a large one before it, and the longest."""
+        longest = self._dry_run(measure_memory=True) if is_first else None
+        for batch in (measured, longest):
+            early = None if batch is None else self._memory.note_measured(batch)
+            if early is not None:
+                self._runner.dry_run(early, measure_memory=True)
+        self._runner.peak_is_as_planned = self._memory.is_as_planned
 
     @worker_errors()
     def _run_epochs(self) -> StopReason:
@@ -214,7 +230,9 @@ class Run:
     def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:
         """Run a step, and advance in the data once it is taken, even if an error follows."""
         before = self._state.step
-        is_measured = self._memory.measures(batch)
+        if (larger := self._lengths.larger(batch)) is not None:
+            self._logger.add_note(f"step {before + 1}: {larger}")
+        is_first, is_measured = self._runner.peak is None, self._memory.measures(batch)
         if is_measured and self._memory.includes_copies:
             self._logger.progress.show_note(_COPIES_NOTE)
         try:
@@ -224,8 +242,8 @@ class Run:
                 data_seconds=data_seconds,
                 measure_memory=is_measured,
             )
-            if self._runner.peak is not None and is_measured:  # memory is planned for the longest batch
-                self._dry_run(measure_memory=True)
+            if is_measured and record.updated:
+                self._measure_larger(batch, is_first=is_first)
             return replace(record, mfu=self._run.utilisation.of(record, batch))
         finally:
             if self._state.step > before:

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from brimful.batches import BatchLayout, InputMover, layout_of
+from brimful.batches import BatchLayout, InputMover, is_one_batch, layout_of
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
@@ -21,7 +21,7 @@ from brimful.execution.precision import autocast
 from brimful.job import Batch, Data, Job
 from brimful.profiling.splitting import evaluation_mode
 from brimful.results import Recovery, ValidationRecord
-from brimful.trainer.data.batches import is_one_batch, validation_batches
+from brimful.trainer.data.batches import validation_batches
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig

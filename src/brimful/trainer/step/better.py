@@ -12,6 +12,7 @@ from brimful.capture.cache import CachedCapture
 from brimful.cost import difference_interval
 from brimful.cost.uncertainty import STEP_SPREAD
 from brimful.devices import Device
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.job import Job
 from brimful.planner import Plan, Request, estimate_of, reserved_within, search
 from brimful.planner.simplest import Complexity, complexity_of
@@ -72,6 +73,7 @@ def find_better(
         InfeasibleError: Nothing permitted fits.
         CaptureError: A step cannot be captured.
     """
+    job = with_longest_batch(replace(job, data=None), settings.rank_batch_size).job
     with CachedCapture(replace(job, loop=None), device) as capture:
         ours = estimate_of(settings, capture, device)
         peak_bytes = measured.peak_reserved_bytes

@@ -11,6 +11,7 @@ from brimful.batches import why_not_split
 from brimful.capture import CautiousCapture, capture_step
 from brimful.devices import Device
 from brimful.errors import BrimfulError, OutOfMemoryError
+from brimful.execution.longest_batch import with_longest_batch
 from brimful.job import Job
 from brimful.options import PlanOptions
 from brimful.planner import Plan, Request, search
@@ -72,7 +73,8 @@ class MemoryFallback:
 
     def _replanned(self, settings: Settings) -> Settings:
         device = device_record(self._device)
-        cautious = CautiousCapture(self._job, device)
+        longest = with_longest_batch(replace(self._job, data=None), settings.rank_batch_size)
+        cautious = CautiousCapture(longest.job, device)
 
         @functools.cache
         def capture(how: Settings, steps: int = 1) -> Trace:

@@ -128,9 +128,10 @@ class Measuring:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Reserved bytes at the peak; None if it was not measured, or has what a plan does not count."""
+        """Reserved bytes at the peak; None if it was not measured, or is not of what was planned."""
         has_uncounted = self._state.average is not None and self._state.device.type == "cuda"
-        return None if self._runner.peak is None or has_uncounted else self._runner.peak.reserved_bytes
+        is_other = has_uncounted or not self._runner.peak_is_as_planned
+        return None if self._runner.peak is None or is_other else self._runner.peak.reserved_bytes
 
     def measured(self) -> MeasuredSteps:
         """What the steps measured."""

@@ -1,11 +1,14 @@
-"""Which step of a run has its memory measured, and the peak memory as text."""
+"""Which steps of a run have their memory measured, and the peak memory as text."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from brimful.batches import layout_of
+from brimful.batches import BatchLayout, layout_of, sample_sizes
 from brimful.job import Batch
+from brimful.results import SampleSize, larger_entries
 from brimful.trainer.data.batches import Batches
 from brimful.trainer.monitor.progress import memory_text
 from brimful.trainer.options import RunConfig
@@ -17,8 +20,34 @@ MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """How large a batch is."""
+
+    samples: int
+    sizes: tuple[SampleSize, ...]
+
+    @classmethod
+    def of(cls, batch: Batch, layout: BatchLayout) -> _Sizes:
+        return cls(samples=layout.count(batch), sizes=sample_sizes(batch, layout))
+
+    @property
+    def elements(self) -> float:
+        return self.samples * sum(size.elements for size in self.sizes)
+
+    def exceed(self, other: _Sizes) -> bool:
+        return self.samples > other.samples or bool(larger_entries(self.sizes, other.sizes))
+
+    def merged(self, other: _Sizes | None) -> _Sizes:
+        """The larger of both in each entry."""
+        if other is None:
+            return self
+        larger = {size.name: size for size in (*other.sizes, *larger_entries(self.sizes, other.sizes))}
+        return _Sizes(samples=max(self.samples, other.samples), sizes=tuple(larger.values()))
+
+
 class MemoryMeter:
-    """Chooses the step whose memory is measured: one steady step on a full batch.
+    """Chooses the steps whose memory is measured: a steady one on a full batch, and each on a larger batch.
 
     Args:
         config: The configuration of the run.
@@ -51,6 +80,11 @@ class MemoryMeter:
             if _ends_with_part(batches, total_steps, self._full_samples):
                 left -= 1
             self._measured_update = min(MEASURED_UPDATE, left)
+        self._layout = layout_of(config.job, whole=config.settings.global_batch_size)
+        self._measured: _Sizes | None = None
+        """The largest that was measured, in each entry."""
+        self._early: tuple[_Sizes, Batch] | None = None
+        """The largest batch before a steady step."""
 
     def measures(self, batch: Batch) -> bool:
         """Whether to measure the memory of the next step.
@@ -59,11 +93,43 @@ class MemoryMeter:
             batch: The batch of the step.
 
         Returns:
-            True for one step of a run.
+            True for one steady step of a run, and afterwards for each on a batch larger than those before.
         """
-        is_steady = self._updates >= max(self._measured_update - 1, 1)
-        layout = layout_of(self._config.job, whole=self._config.settings.global_batch_size)
-        return self._runner.peak is None and is_steady and layout.count(batch) >= self._full_samples
+        sizes = _Sizes.of(batch, self._layout)
+        if self._runner.peak is None:
+            self._measured = None  # no step yet, or none since settings changed
+        if self._updates < max(self._measured_update - 1, 1):
+            if self._early is None or sizes.elements > self._early[0].elements:
+                self._early = sizes, batch
+            return False
+        if self._measured is None:
+            return sizes.samples >= self._full_samples
+        return sizes.exceed(self._measured)
+
+    def note_measured(self, batch: Batch) -> Batch | None:
+        """Keep the size of a batch whose step was measured.
+
+        Args:
+            batch: The batch.
+
+        Returns:
+            The largest batch of the steps before steady ones, which is still to be measured, if it is larger.
+        """
+        sizes, early = _Sizes.of(batch, self._layout), self._early
+        self._measured, self._early = sizes.merged(self._measured), None
+        if early is None or not early[0].exceed(self._measured):
+            return None
+        self._measured = early[0].merged(self._measured)
+        return early[1]
+
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether the largest batch that was measured is as large as the planned one, and no larger."""
+        plan = self._config.plan
+        if plan is None or not plan.sample_sizes or self._measured is None:
+            return True
+        planned, measured = plan.sample_sizes, self._measured.sizes
+        return not larger_entries(planned, measured) and not larger_entries(measured, planned)
 
     @property
     def includes_copies(self) -> bool:

@@ -23,7 +23,7 @@ from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_r
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
-from brimful.profiling import PeakMemory, peak_memory
+from brimful.profiling import PeakMemory, larger_peak, peak_memory
 from brimful.results import Recovery, StepRecord
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.batch_norm import corrected_momentum
@@ -92,7 +92,9 @@ class StepRunner:
         """The loss and gradient norm of the current step."""
         self._terms = 0.0
         self.peak: PeakMemory | None = None
-        """The peak of the step whose memory was measured, and of the longest batch; None before it."""
+        """The highest peak of the measured steps, and of the longest batch; None before them."""
+        self.peak_is_as_planned = True
+        """Whether it is of batches of the lengths that were planned."""
 
     def close(self) -> None:
         """Restore the model's forward and memory format, and close the connections to other ranks."""
@@ -147,15 +149,15 @@ class StepRunner:
 
         Args:
             batch: The batch that takes most memory.
-            measure_memory: Measure its peak, and keep it as `peak` if it is above that of the measured step.
+            measure_memory: Measure its peak, and keep it as `peak` if it is above those of the measured steps.
 
         Raises:
             OutOfMemoryError: It does not fit, and no settings take less.
         """
         step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
         _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))
-        if peak is not None and (self.peak is None or peak.reserved_bytes > self.peak.reserved_bytes):
-            self.peak = peak
+        if peak is not None:
+            self.peak = larger_peak(self.peak, peak)
 
     def _attempt(self, batch: Batch, unfinished: StepRecord) -> _Attempt:
         """Run a step once, and check that its loss and gradients are finite."""
@@ -206,7 +208,7 @@ class StepRunner:
             return
         state.updates += 1
         if done.peak is not None:
-            self.peak = done.peak
+            self.peak = larger_peak(self.peak, done.peak)
         if state.average is not None:
             with _partial_update("the average of the weights could not follow an update"):
                 with_room(state.average.update, during="the average of the weights is updated")

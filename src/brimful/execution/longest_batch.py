@@ -1,0 +1,211 @@
+"""A job whose batches differ in length, predicted for the longest: of several draws, and of its data.
+
+Start reading at `with_longest_batch`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from brimful.batches import is_real, layout_of, make_batch, sample_sizes
+from brimful.execution.longest_data import LongestRead, longest_of_data
+from brimful.execution.random_state import RandomState
+from brimful.job import Batch, Data, Job
+from brimful.results import SampleSize, describe_growth, larger_entries
+
+FEW_SAMPLES = 2
+"""Samples of a batch that is only compared with others: with few, the longest of them varies most."""
+MOST_FEW, FEW_SECONDS = 32, 0.05
+"""Such draws, and the time after which no more are made: choices. A text that one sample in 20 is as long as is
+then missed in 4 % of jobs."""
+MOST_DRAWS, DRAW_SECONDS = 8, 0.5
+"""Draws of a whole batch, where draws differ: choices."""
+
+ADVICE = (
+    "If training has longer ones, name the longest batch: "
+    "Job(data=lambda: Data(train=…, longest=lambda n: …)), or let batch(n) return it"
+)
+"""How a user of a `Job` names the longest batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestBatch:
+    """A job, and of which lengths its predictions speak."""
+
+    job: Job
+    """The job as given; its `batch` is the longest batch that was found, where batches differ."""
+    sizes: tuple[SampleSize, ...] = ()
+    """Of the batch that is predicted; empty if the job makes none."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draws:
+    """Batches that `Job.batch` made."""
+
+    largest: Batch
+    high: tuple[SampleSize, ...]
+    low: tuple[SampleSize, ...]
+    count: int
+
+    def elements(self) -> float:
+        """Elements of the largest for each sample."""
+        return _elements(self.high)
+
+
+def with_longest_batch(job: Job, samples: int) -> LongestBatch:
+    """Find whether batches of a job differ in more than their samples, and take the longest.
+
+    Args:
+        job: Its `batch` is drawn a few times, always with the same random numbers. Its data, if it has any, are
+            read within bounds, unless they name the longest batch.
+        samples: Samples of a global batch, or of that of a rank.
+
+    Returns:
+        The job with the longest batch. It is the job itself if all draws are alike and no batch of the data is
+        larger.
+    """
+    try:
+        with RandomState.kept():
+            draws = _draws_of(job, samples)
+    except Exception:  # an error of the job's own, or of its batch: the step itself explains it
+        return LongestBatch(job=job)
+    found = LongestBatch(job=_with_draw(job, draws, samples), sizes=draws.high, notes=_draw_notes(draws))
+    if job.data is None:
+        return found
+    try:
+        with RandomState.kept():
+            data = job.data() if callable(job.data) else job.data
+            read = _read(data, samples, job) if isinstance(data, Data) else None
+    except Exception as error:  # data may only be where training is
+        note = f"the data were not read for their lengths: {type(error).__name__}: {error}"
+        return replace(found, notes=(*found.notes, note))
+    return found if read is None else _with_read(found, read, samples)
+
+
+def _draws_of(job: Job, samples: int) -> _Draws:
+    """Draw batches of few samples until they differ or enough are alike; then whole ones, if they differ."""
+    if is_real(job.batch):
+        return _compared([make_batch(job, samples)], job, samples)
+    _seed()
+    few = min(FEW_SAMPLES, samples)
+    try:
+        first = make_batch(job, few)
+    except Exception:  # it may want an even number, or make one number alone
+        few, first = samples, make_batch(job, samples)
+    found = _compared([first, *_repeated(partial(make_batch, job, few), MOST_FEW, FEW_SECONDS)], job, few)
+    if describe_growth(found.low, found.high) is None or few == samples:
+        return found
+    drawn = list(_repeated(partial(make_batch, job, samples), MOST_DRAWS, DRAW_SECONDS))
+    whole, layout = _compared(drawn, job, samples), layout_of(job, whole=samples, expected=samples)
+    can_repeat = layout.why_whole(drawn[0]) is None and not layout.samples_vary_in_size(drawn[0])
+    if not can_repeat:
+        return whole
+    return replace(max(found, whole, key=_Draws.elements), low=found.low, count=found.count + whole.count)
+
+
+def _repeated(draw: Callable[[], Batch], most: int, seconds: float) -> Iterator[Batch]:
+    """Draws, at least one, as long as there is time."""
+    began = time.perf_counter()
+    for _ in range(most):
+        yield draw()
+        if time.perf_counter() - began > seconds:
+            return
+
+
+def _compared(draws: list[Batch], job: Job, samples: int) -> _Draws:
+    layout = layout_of(job, whole=samples, expected=samples)
+    sizes = [sample_sizes(batch, layout) for batch in draws]
+    totals = [_elements(each) for each in sizes]
+    most, least = totals.index(max(totals)), totals.index(min(totals))
+    return _Draws(largest=draws[most], high=sizes[most], low=sizes[least], count=len(draws))
+
+
+def _elements(sizes: tuple[SampleSize, ...]) -> float:
+    return sum(size.elements for size in sizes)
+
+
+def _with_draw(job: Job, draws: _Draws, samples: int) -> Job:
+    if describe_growth(draws.low, draws.high) is None:
+        return job
+    return _with_batch(job, draws.largest, samples)
+
+
+def _with_batch(job: Job, batch: Batch, samples: int) -> Job:
+    """The job with one batch, of which others are cut; one that cannot be cut stands for its own size alone."""
+    layout = layout_of(job, whole=samples, expected=samples)
+    own = job.batch
+
+    def made(n: int) -> Batch:
+        if layout.why_whole(batch) is None:
+            return layout.resize(batch, n)
+        return batch if n == samples or not callable(own) else own(n)
+
+    return replace(job, batch=made)
+
+
+def _draw_notes(draws: _Draws) -> tuple[str, ...]:
+    differs = describe_growth(draws.low, draws.high)
+    if differs is None:
+        return ()
+    place, low, high = differs
+    return (
+        f"Batches differ: {place} is {low} to {high} in {draws.count} draws of Job.batch. "
+        f"Predicted for {high}. {ADVICE}.",
+    )
+
+
+def _read(data: Data, samples: int, job: Job) -> LongestRead | None:
+    layout = layout_of(job, whole=samples)
+    if data.longest is None:
+        return longest_of_data(data.train, samples, layout)
+    batch: Any = data.longest(samples) if callable(data.longest) else data.longest
+    sizes = sample_sizes(batch, layout)
+    return LongestRead(batch=batch, high=sizes, low=sizes, read=0, total=None)
+
+
+def _with_read(found: LongestBatch, read: LongestRead, samples: int) -> LongestBatch:
+    """What was found with what the data have, whose batch is taken if it is larger."""
+    is_larger = bool(larger_entries(read.high, found.sizes))
+    sizes = read.high if is_larger else found.sizes
+    notes = read_notes(read, sizes, ADVICE)
+    if is_larger and not notes:
+        place, low, high = describe_growth(found.sizes, read.high) or ("", "", "")
+        notes = (f"Predicted for {high} in {place}, as in Job.data; Job.batch makes {low}.",)
+    job = _with_batch(found.job, read.batch, samples) if is_larger else found.job
+    return LongestBatch(job=job, sizes=sizes, notes=notes or found.notes)
+
+
+def read_notes(read: LongestRead, predicted: tuple[SampleSize, ...], advice: str) -> tuple[str, ...]:
+    """Of which lengths a prediction speaks, where batches of data differ.
+
+    Args:
+        read: What was read.
+        predicted: Sizes of the batch that is predicted.
+        advice: How a longer batch is named, without its period.
+
+    Returns:
+        One note, or none.
+    """
+    differs = describe_growth(read.low, predicted)
+    if differs is None or describe_growth(read.low, read.high) is None:
+        return ()
+    place, low, high = differs
+    more = "" if read.is_whole else f" {advice}."
+    found = f"{place} is {low} to {high} in {read.extent} read"
+    return (f"Batches differ: {found}. Predicted for {high}.{more}",)
+
+
+def _seed() -> None:
+    """Draw the same numbers for each prediction, so that a plan and a measurement speak of the same batch."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
