@@ -411,7 +411,7 @@ PLAIN_MEANS: dict[str, Callable[[], bf.Job]] = {
     ),
     "control: a mean of each text's": lambda: replace(text_job(F.cross_entropy, length=8), loss=per_text),
     "control: no label after the last token": lambda: replace(
-        text_job(F.cross_entropy, ignored=0), loss=shifted
+        text_job(F.cross_entropy, ignored=0, length=8), loss=shifted
     ),
     "control: counted": lambda: replace(
         text_job(F.cross_entropy), count=lambda batch: (batch["y"] != IGNORED).sum()
