@@ -16,6 +16,7 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
@@ -43,6 +44,7 @@ from brimful.status import busy
 from brimful.trace import Guess, Trace, find_units
 
 
+@undisturbed()
 @busy("estimating")
 def estimate(
     job: Job,
@@ -135,6 +137,7 @@ def estimate(
     )
 
 
+@undisturbed()
 @busy("estimating")
 def estimator(
     job: Job,
@@ -173,6 +176,7 @@ def estimator(
     target = resolve_device(device)
     settings = _settings(job, target, 1, gradient_accumulation_steps, precision, optimizer)
 
+    @undisturbed()  # it is called after this returns, too
     def capture(settings: Settings, steps: int = 1, guess: Guess = Guess.EXPECTED) -> Trace:
         return capture_step(job, settings, target, steps=steps, guess=guess)
 
@@ -197,6 +201,7 @@ def estimator(
     )
 
 
+@undisturbed()
 @busy("comparing GPUs")
 def gpus(
     job: Job,
@@ -271,6 +276,7 @@ def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:
     return [resolve_device(device) for device in devices]
 
 
+@undisturbed()
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
     """Capture training steps as a record that can be saved, and read without torch.
 

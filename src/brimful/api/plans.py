@@ -11,6 +11,7 @@ from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
 from brimful.errors import InfeasibleError, UsageError
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
@@ -56,6 +57,7 @@ _KEEPS_PLANS = ContextVar("_KEEPS_PLANS", default=False)
 """Whether plans are kept on disk, and taken from there."""
 
 
+@undisturbed()
 @busy("planning")
 @takes_options(PlanOptions, PlanKeywords)
 def plan(
@@ -165,6 +167,7 @@ def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibratio
     return plan
 
 
+@undisturbed()
 @busy("checking the plan")
 def check_plan(
     job: Job, plan: Plan, device: str | Device | None = None, *, budget: str | float | None = None

@@ -17,6 +17,7 @@ from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.attached import copied_model
 from brimful.execution.in_force import Prepared
 from brimful.execution.planned_step import PlannedStep
+from brimful.execution.random_state import RandomState, undisturbed
 from brimful.execution.setup import choose_device
 from brimful.job import Job
 from brimful.options import takes_options
@@ -39,6 +40,7 @@ from brimful.trainer.monitor.progress import show_title
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
+@undisturbed()
 @busy("comparing with the baseline")
 def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> EquivalenceReport:
     """Compare one batch under a plan with the baseline, by running both on this machine.
@@ -68,6 +70,7 @@ def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: 
     return profiling.verify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
+@RandomState.kept()  # the first import of rich draws
 def apply(
     plan: Plan | Settings,
     job: Job,
@@ -119,6 +122,7 @@ def apply(
     )
 
 
+@RandomState.kept()
 def prepare(
     plan: Plan | Settings,
     model: nn.Module,
@@ -154,6 +158,7 @@ def prepare(
     return Prepared(settings, model, optimizer, scaler=scaler)
 
 
+@undisturbed()
 @busy("measuring")
 def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Measurement:
     """Run a few real steps and measure their memory and time.

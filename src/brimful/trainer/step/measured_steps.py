@@ -128,9 +128,14 @@ class Measuring:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Reserved bytes at the peak; None if it was not measured, or has what a plan does not count."""
-        has_uncounted = self._state.average is not None and self._state.device.type == "cuda"
-        return None if self._runner.peak is None or has_uncounted else self._runner.peak.reserved_bytes
+        """Reserved bytes at the peak, without the average of the weights, which a plan does not count.
+
+        None if it was not measured, or if the allocator's blocks hold the average too.
+        """
+        average = self._state.average
+        if self._runner.peak is None or (average is not None and self._state.device.type == "cuda"):
+            return None
+        return self._runner.peak.reserved_bytes - (0 if average is None else average.held_bytes)
 
     def measured(self) -> MeasuredSteps:
         """What the steps measured."""
