@@ -98,8 +98,8 @@ def check_average_fits(model: nn.Module, plan: Plan) -> None:
             f"with ema_decay the plan does not fit {format_bytes(plan.budget_bytes)}: it takes "
             f"{format_bytes(plan.predicted_peak_device_bytes)}, and the average of the weights "
             f"{format_bytes(average_bytes)} beside it for the whole run. Nothing was trained.\n"
-            f"  Plan for a budget of {format_bytes(plan.budget_bytes - average_bytes)}, which leaves that much, or "
-            "train without ema_decay.",
+            f"  Plan for a budget of {format_bytes(plan.budget_bytes - average_bytes)}, or train "
+            "without ema_decay.",
             budget_bytes=plan.budget_bytes,
             smallest_peak_bytes=peak_bytes,
         )
