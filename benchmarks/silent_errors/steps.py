@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import random
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,6 +28,8 @@ from silent_errors.case import Case, Verdict, WrongError
 IN_UPDATE = "memory runs out several times in an update"
 RESUMED = "what was due when a run was killed"
 LINKS = "links in a run directory from elsewhere"
+RANDOM = "random numbers left as they were"
+BESIDE = "memory that a run keeps beside its steps"
 DIVIDING = "micro-batches divided where the model cannot"
 WORDS = "no memory, in the words of a library"
 
@@ -638,6 +644,174 @@ _LINKED: dict[str, Callable[[], Verdict]] = {
     "control: the run directory on another disk": partial(linked_is_used, ""),
 }
 
+# ---- random numbers
+
+
+def _drawing_job(**changes: Any) -> bf.Job:
+    """A job whose code draws from every generator."""
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        random.random()
+        np.random.rand()
+        return {"x": torch.randn(samples, 8), "y": torch.randint(0, 4, (samples,))}
+
+    return bf.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)),
+        loss=_labelled,
+        batch=batch,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.01),
+        data=lambda: bf.Data(train=batch(64)),
+        **changes,
+    )
+
+
+def leaves_random_numbers(
+    call: Callable[[bf.Job], object], job: Callable[[], bf.Job] = _drawing_job
+) -> Verdict:
+    """Weights that are made after a call are those without it; so are the environment and other generators."""
+    chosen = job()
+    for module in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        del sys.modules[module]  # as in a new process: importing it draws
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    np.random.randn()  # the generator keeps a second number
+
+    def state() -> tuple[Any, ...]:
+        own = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
+        return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
+
+    before = state()
+    call(chosen)
+    after = state()
+    differing = [
+        name
+        for name, a, b in zip(("torch", "random", "numpy", "os.environ"), before, after, strict=True)
+        if str(a if name != "torch" else a.tolist()) != str(b if name != "torch" else b.tolist())
+    ]
+    if differing:
+        raise WrongError(f"changed: {', '.join(differing)}")
+    return Verdict.RIGHT
+
+
+def _settings() -> bf.Settings:
+    return bf.Settings(micro_batch_size=4, gradient_accumulation_steps=2)
+
+
+def _applied(job: bf.Job) -> None:
+    state = torch.get_rng_state()
+    model = job.model()
+    torch.set_rng_state(state)
+    bf.apply(_settings(), job, model, torch.optim.SGD(model.parameters(), lr=0.1)).remove()
+
+
+def _planned_and_checked(job: bf.Job) -> None:
+    bf.check_plan(job, bf.plan(job, "RTX 3090", global_batch_size=8))
+
+
+_DRAWN: dict[str, Callable[[], Verdict]] = {
+    "estimate": partial(leaves_random_numbers, lambda job: bf.estimate(job, "cpu", micro_batch_size=4)),
+    "estimator": partial(leaves_random_numbers, lambda job: bf.estimator(job, "RTX 3090").at(5)),
+    "plan and check_plan": partial(leaves_random_numbers, _planned_and_checked),
+    "gpus": partial(leaves_random_numbers, lambda job: bf.gpus(job, devices=["RTX 3090"], global_batch_size=8)),
+    "measure": partial(leaves_random_numbers, lambda job: bf.measure(job, _settings(), "cpu")),
+    "verify": partial(leaves_random_numbers, lambda job: bf.verify(job, _settings(), "cpu")),
+    "fit": partial(
+        leaves_random_numbers, lambda job: bf.fit(job, _settings(), steps=5, show_progress=False, device="cpu")
+    ),
+    "a plan that is refused": partial(
+        leaves_random_numbers,
+        lambda job: _refused(lambda: bf.plan(job, "RTX 3090", global_batch_size=8, budget="1KiB")),
+    ),
+    "apply": partial(leaves_random_numbers, _applied),
+}
+
+
+def _refused(call: Callable[[], object]) -> None:
+    with suppress(BrimfulError):
+        call()
+        raise RuntimeError("it is not refused")
+
+
+# ---- beside the steps
+
+
+def average_counts(
+    make_model: Callable[[], nn.Module],
+    batch: Callable[[int], dict[str, Tensor]],
+    loss: Callable[..., Tensor] = _labelled,
+    *,
+    optimizer: str = "adamw",
+    room: float = 1.0,
+) -> Verdict:
+    """Predicted and measured peak of a run contain the average of the weights, and the budget holds both.
+
+    Args:
+        make_model: Makes the model.
+        batch: Makes a batch.
+        loss: Of a batch.
+        optimizer: By name.
+        room: Budget beyond the plan's peak, in sizes of the model.
+    """
+    job = bf.Job(
+        model=make_model, loss=loss, batch=batch, data=lambda: bf.Data(train=batch(96)), optimizer=optimizer
+    )
+    weights = sum(parameter.nbytes for parameter in make_model().parameters())
+    peak = bf.plan(job, "cpu", global_batch_size=16, micro_batch_size=16).predicted_peak_device_bytes
+    budget = peak + int(room * weights) + 4096
+    plan = bf.plan(job, "cpu", global_batch_size=16, micro_batch_size=16, budget=budget)
+    fit = partial(bf.fit, job, plan, steps=5, show_progress=False)
+    without, _ = fit()
+    try:
+        result, _ = fit(ema_decay=0.99)
+    except bf.errors.InfeasibleError as error:
+        if room >= 1:
+            raise WrongError(f"refused with room for the average: {error}") from error
+        return Verdict.REFUSED
+    measured, predicted = result.measured_peak_allocated_bytes, result.predicted_peak_allocated_bytes
+    expected = without.measured_peak_allocated_bytes + weights
+    if measured > budget or abs(measured - expected) > 0.01 * expected:
+        raise WrongError(f"measured {measured}, by the run without an average {expected}, budget {budget}")
+    if abs(predicted - measured) > 0.02 * measured:
+        raise WrongError(f"predicted {predicted}, measured {measured}")
+    return Verdict.RIGHT
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(6)), nn.Linear(256, 4))
+
+
+def _frozen_body() -> nn.Module:
+    model = _wide()
+    for layer in model[:4]:
+        layer.requires_grad_(False)
+    return model
+
+
+def _words() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
+    return nn.Sequential(nn.Embedding(2000, 64), layer, nn.Linear(64, 2000))
+
+
+def _next_words(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.arange(samples * 12).reshape(samples, 12) % 2000}
+
+
+def _word_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["x"].flatten())
+
+
+_KEPT: dict[str, Callable[[], Verdict]] = {
+    "an average that fits": partial(average_counts, _wide, partial(_inputs, (256,))),
+    "an average that does not": partial(average_counts, _wide, partial(_inputs, (256,)), room=0.5),
+    "an average, sgd": partial(average_counts, _wide, partial(_inputs, (256,)), optimizer="sgd"),
+    "an average of frozen layers too": partial(average_counts, _frozen_body, partial(_inputs, (256,))),
+    "an average of a language model": partial(average_counts, _words, _next_words, _word_loss),
+    "an average of a language model that does not fit": partial(
+        average_counts, _words, _next_words, _word_loss, room=0.9
+    ),
+}
+
 
 def _cases(kind: str, programs: dict[str, Callable[[], Verdict]]) -> Iterable[Case]:
     return (Case(kind, name, partial(_quietly, run)) for name, run in programs.items())
@@ -654,5 +828,7 @@ CASES = (
     *_cases(DIVIDING, _DIVIDED),
     *_cases(RESUMED, _KILLED),
     *_cases(LINKS, _LINKED),
+    *_cases(RANDOM, _DRAWN),
+    *_cases(BESIDE, _KEPT),
     *_cases(WORDS, _MESSAGES),
 )

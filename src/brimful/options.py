@@ -172,7 +172,7 @@ class LoopOptions:
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights with this decay, such as 0.999; validation uses it, and
     it is written to average.safetensors. It takes the memory of the parameters again, which a plan does not
-    count."""
+    count: a plan whose budget has no room for it is refused before training."""
     correct_batch_norm: bool = False
     """Correct BatchNorm's momentum for gradient accumulation: running statistics move in a step as with one
     micro-batch. They remain those of micro-batches."""

@@ -18,6 +18,7 @@ from brimful.devices import Device, cannot_run_torch, known_devices, torch_build
 from brimful.errors import CaptureError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.longest_batch import with_longest_batch
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
@@ -45,6 +46,7 @@ from brimful.status import busy
 from brimful.trace import Guess, Trace, find_units
 
 
+@undisturbed()
 @busy("estimating")
 @checks_arguments
 def estimate(
@@ -140,6 +142,7 @@ def estimate(
     )
 
 
+@undisturbed()
 @busy("estimating")
 @checks_arguments
 def estimator(
@@ -181,6 +184,7 @@ def estimator(
     longest = with_longest_batch(job, _USUAL_SAMPLES)
     job = longest.job
 
+    @undisturbed()  # it is called after this returns, too
     def capture(settings: Settings, steps: int = 1, guess: Guess = Guess.EXPECTED) -> Trace:
         return capture_step(job, settings, target, steps=steps, guess=guess)
 
@@ -205,6 +209,7 @@ def estimator(
     )
 
 
+@undisturbed()
 @busy("comparing GPUs")
 @checks_arguments
 def gpus(
@@ -281,6 +286,7 @@ def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:
     return [resolve_device(device) for device in devices]
 
 
+@undisturbed()
 @checks_arguments
 def capture_trace(job: Job, settings: Settings, device: DeviceLike = "cpu") -> Trace:
     """Capture training steps as a record that can be saved, and read without torch.

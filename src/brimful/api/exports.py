@@ -10,6 +10,7 @@ from brimful.capture.fakes.model import fake_model
 from brimful.distributed.fsdp import sharded_units
 from brimful.errors import UnknownNameError
 from brimful.execution.attached import parameter_count
+from brimful.execution.random_state import undisturbed
 from brimful.exports import Export, ExportSource, ExportTool, write_export
 from brimful.job import Job
 from brimful.optimizers import NamedOptimizer
@@ -17,6 +18,7 @@ from brimful.planner import Plan
 from brimful.status import busy
 
 
+@undisturbed()
 @busy("exporting")
 @checks_arguments
 def export(job: Job, plan: Plan, tool: str) -> Export:

@@ -10,6 +10,7 @@ from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.longest_batch import with_longest_batch
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
@@ -35,6 +36,7 @@ from brimful.settings import Settings, check_count
 from brimful.status import busy
 
 
+@undisturbed()
 @busy("planning")
 @takes_options(PlanOptions, PlanKeywords)
 def plan(
@@ -133,6 +135,7 @@ def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibratio
         raise infeasible_calibrated(error, asked, calibration) from None
 
 
+@undisturbed()
 @busy("checking the plan")
 @checks_arguments
 def check_plan(

@@ -19,6 +19,7 @@ from brimful.execution.attached import copied_model
 from brimful.execution.in_force import HoldsOptimizer, Prepared
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.planned_step import PlannedStep
+from brimful.execution.random_state import RandomState, undisturbed
 from brimful.execution.setup import choose_device
 from brimful.job import Job
 from brimful.options import takes_options
@@ -41,6 +42,7 @@ from brimful.trainer.monitor.progress import show_title
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
+@undisturbed()
 @busy("comparing with the baseline")
 @checks_arguments
 def verify(
@@ -73,6 +75,7 @@ def verify(
     return profiling.verify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
+@RandomState.kept()  # the first import of rich draws
 @checks_arguments
 def apply(
     plan: Plan | Settings,
@@ -126,6 +129,7 @@ def apply(
     )
 
 
+@RandomState.kept()
 @checks_arguments
 def prepare(
     plan: Plan | Settings,
@@ -166,6 +170,7 @@ def prepare(
     return Prepared(settings, model, optimizer, scaler=scaler, planned=planned, warns_of_schedules=True)
 
 
+@undisturbed()
 @busy("measuring")
 @checks_arguments
 def measure(

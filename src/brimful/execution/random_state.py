@@ -94,6 +94,22 @@ class RandomState:
         )
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within, what is drawn on the host and on GPUs does not change what is drawn after it; also a decorator.
+
+    Public functions that run a job's code have it: weights that are made after a prediction or a training run
+    are those that would have been made without it.
+    """
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        with RandomState.kept():
+            yield
+    finally:
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
 def _bytes_of(state: Tensor) -> bytes:
     """Of a tensor of bytes on the host; no op runs, which might find no memory."""
     return ctypes.string_at(state.data_ptr(), state.numel())

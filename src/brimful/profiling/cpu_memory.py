@@ -74,8 +74,12 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     """Record the CPU memory of what runs inside the context; torch has one profiler, for which threads wait."""
     peak = CpuPeak()
     gc.collect()  # else cycles that earlier code left might be freed inside
-    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with one_at_a_time(), _all_threads_counted(), profile(profile_memory=True, record_shapes=True) as profiler:
+    with (
+        one_at_a_time(),
+        _quiet_profiler(),
+        _all_threads_counted(),
+        profile(profile_memory=True, record_shapes=True) as profiler,
+    ):
         yield peak
     results: Any = profiler.kineto_results
     roots = results.experimental_event_tree()
@@ -83,6 +87,18 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
     peak.temporaries_at_peak = _temporaries_at(events, position)
     peak.read_from_before = _read_from_before(roots, {event.address for event in events})
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Within, the profiler logs nothing, unless the user has asked for its log."""
+    is_ours = "KINETO_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    try:
+        yield
+    finally:
+        if is_ours:
+            os.environ.pop("KINETO_LOG_LEVEL", None)
 
 
 @contextmanager

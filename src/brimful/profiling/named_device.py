@@ -7,6 +7,7 @@ import torch
 from brimful.arguments import checks_arguments
 from brimful.devices import Device, described_device, find_device, is_description, with_context
 from brimful.errors import UnknownNameError, UsageError
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.profiling.calibrate import (
     THOROUGH_SWEEPS,
@@ -65,6 +66,7 @@ def with_best_context(device: Device) -> Device:
     return with_context(device, best_context(device))
 
 
+@undisturbed()
 @checks_arguments
 def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> tuple[Device, ...]:
     """Measure this machine, for better predictions of time: its CPU and, if torch can use one, its GPU.

@@ -31,7 +31,7 @@ from brimful.trainer.data.rng import random_state_now, restore_own, seed_all
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
-from brimful.trainer.step.ema import MovingAverage
+from brimful.trainer.step.ema import MovingAverage, check_average_fits
 from brimful.trainer.step.schedules import make_scheduler
 from brimful.trainer.storage.checkpoint import Rates, StateDict
 from brimful.trainer.storage.run_directory import SAVES
@@ -188,6 +188,7 @@ def make_state(
 
     Raises:
         UsageError: The options contradict each other.
+        InfeasibleError: The plan leaves no room in its budget for the average of the weights.
         ResumeError: The checkpoint is of another model.
     """
     if ranks.rank:
@@ -204,6 +205,9 @@ def make_state(
         with_room(partial(start.saved.load_model, model), during="the saved weights are loaded")
     average = None
     if options.ema_decay is not None:
+        plan = config.plan
+        if plan is not None and plan.device_kind == config.device.type and start.saved is None:
+            check_average_fits(model, plan)
         average = with_room(
             partial(MovingAverage, model, options.ema_decay), during="the average of the weights is made"
         )

@@ -13,6 +13,7 @@ from brimful.distributed.ranks import Ranks, check_ranks, current_rank, init_dis
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device
 from brimful.execution.update_in_backward import clipped_in_backward
 from brimful.job import Job
@@ -100,6 +101,7 @@ class Trainer:
         """End the run after the current step, as Ctrl-C does: the run is saved, and `fit` returns."""
         self._stop.request()
 
+    @undisturbed()
     def fit(self) -> TrainingResult:
         """Train for the requested epochs or steps, or until the run is interrupted.
 
@@ -115,6 +117,7 @@ class Trainer:
             ResumeError: There is no complete checkpoint, the checkpoints are of another run, or there are
                 weights without checkpoints.
             EquivalenceError: The plan does not compute what the baseline does; nothing was trained.
+            InfeasibleError: The plan's budget has no room for the average of the weights (`ema_decay`).
             OutOfMemoryError: Memory ran out even with the smallest settings, or outside of a step. The message
                 reports what is saved.
             DataError: The training data raised; the run is saved.

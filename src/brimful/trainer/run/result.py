@@ -38,6 +38,8 @@ def result_of(
     in_force: Plan | BetterSettings | None = plan  # has the predictions that compare with what was measured
     if better is not None and run.state.settings == better.settings:
         in_force = better
+    average = run.state.average
+    average_bytes = 0 if average is None else average.held_bytes  # beside every step, and in no plan
     since_step = 0 if corrected is None else corrected.in_force_after_step
     return TrainingResult(
         job=config.job.name,
@@ -47,11 +49,17 @@ def result_of(
         steps=tuple(history.steps),
         validations=tuple(history.validations),
         budget_bytes=None if plan is None else plan.budget_bytes,
-        predicted_peak_allocated_bytes=None if in_force is None else in_force.predicted_peak_allocated_bytes,
+        predicted_peak_allocated_bytes=None
+        if in_force is None
+        else in_force.predicted_peak_allocated_bytes + average_bytes,
         measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
-        predicted_peak_reserved_bytes=None if in_force is None else in_force.predicted_peak_reserved_bytes,
+        predicted_peak_reserved_bytes=None
+        if in_force is None
+        else in_force.predicted_peak_reserved_bytes + average_bytes,
         measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
-        predicted_peak_device_bytes=None if in_force is None else in_force.predicted_peak_device_bytes,
+        predicted_peak_device_bytes=None
+        if in_force is None
+        else in_force.predicted_peak_device_bytes + average_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
         predicted_step_seconds=None if in_force is None else in_force.predicted_step_seconds,
         measured_step_seconds=_steady_seconds(history.steps, config.settings.global_batch_size, since_step),

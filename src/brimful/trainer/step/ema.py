@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from brimful.errors import ResumeError
+from brimful.errors import InfeasibleError, ResumeError
 from brimful.execution.out_of_memory import with_room
+from brimful.planner import Plan
+from brimful.quantities import format_bytes
 from brimful.wrapper_tensors import is_wrapper_tensor
 
 
@@ -25,13 +27,14 @@ class MovingAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if not is_wrapper_tensor(parameter) and (parameter.is_floating_point() or parameter.is_complex())
-        }
+        self._parameters = _averaged(model)
         self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._fold_in = get_ema_multi_avg_fn(decay)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the averages take on the device of the parameters."""
+        return sum(average.nbytes for average in self._averages.values())
 
     @torch.no_grad()
     def update(self) -> None:
@@ -76,6 +79,38 @@ class MovingAverage:
             )
         for name, average in self._averages.items():
             average.copy_(state[name])
+
+
+def check_average_fits(model: nn.Module, plan: Plan) -> None:
+    """Check that a plan leaves room in its budget for the averages, which it does not count.
+
+    Args:
+        model: To train, on the device that the plan is for.
+        plan: In force.
+
+    Raises:
+        InfeasibleError: It does not.
+    """
+    average_bytes = sum(parameter.nbytes for parameter in _averaged(model).values())
+    peak_bytes = plan.predicted_peak_device_bytes + average_bytes
+    if peak_bytes > plan.budget_bytes:
+        raise InfeasibleError(
+            f"with ema_decay the plan does not fit {format_bytes(plan.budget_bytes)}: it takes "
+            f"{format_bytes(plan.predicted_peak_device_bytes)}, and the average of the weights "
+            f"{format_bytes(average_bytes)} beside it for the whole run. Nothing was trained.\n"
+            f"  Plan for a budget of {format_bytes(plan.budget_bytes - average_bytes)}, or train "
+            "without ema_decay.",
+            budget_bytes=plan.budget_bytes,
+            smallest_peak_bytes=peak_bytes,
+        )
+
+
+def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not is_wrapper_tensor(parameter) and (parameter.is_floating_point() or parameter.is_complex())
+    }
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -128,10 +128,15 @@ class Measuring:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Reserved bytes at the peak; None if it was not measured, or is not of what was planned."""
-        has_uncounted = self._state.average is not None and self._state.device.type == "cuda"
-        is_other = has_uncounted or not self._runner.peak_is_as_planned
-        return None if self._runner.peak is None or is_other else self._runner.peak.reserved_bytes
+        """Reserved bytes at the peak, without the average of the weights, which a plan does not count.
+
+        None if it was not measured, is not of what was planned, or if the allocator's blocks hold the average too.
+        """
+        average = self._state.average
+        has_uncounted = average is not None and self._state.device.type == "cuda"
+        if self._runner.peak is None or has_uncounted or not self._runner.peak_is_as_planned:
+            return None
+        return self._runner.peak.reserved_bytes - (0 if average is None else average.held_bytes)
 
     def measured(self) -> MeasuredSteps:
         """What the steps measured."""

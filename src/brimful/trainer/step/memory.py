@@ -147,7 +147,9 @@ class MemoryMeter:
             return memory_text(torch.cuda.max_memory_reserved(device), budget_bytes)
         if peak is not None:
             return memory_text(peak.allocated_bytes, budget_bytes)
-        predicted_bytes = None if plan is None else plan.predicted_peak_allocated_bytes
+        average = self._state.average
+        beside_bytes = 0 if average is None else average.held_bytes
+        predicted_bytes = None if plan is None else plan.predicted_peak_allocated_bytes + beside_bytes
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
     @property

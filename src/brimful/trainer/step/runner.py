@@ -240,7 +240,8 @@ class StepRunner:
 
     def _measuring(self, batch: Batch) -> AbstractContextManager[PeakMemory]:
         state = self._state
-        held = state.parallel.held_tensors()
+        average = {} if state.average is None else state.average.state_dict()
+        held = (*state.parallel.held_tensors(), *average.values())
         return peak_memory(state.model, state.optimizer, state.device, batch=batch, held_besides=held)
 
     def _is_finite(self, loss: Tensor, gradient_norm: Tensor) -> bool:

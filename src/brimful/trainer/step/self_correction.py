@@ -51,7 +51,11 @@ class SelfCorrecting:
         self._recovery = runner.recovery
         self._logger = logger
         self._measuring = Measuring(state, runner)
-        plan = config.plan
+        average, plan = state.average, config.plan
+        if plan is not None and average is not None:
+            plan = replace(plan, budget_bytes=plan.budget_bytes - average.held_bytes)
+        self._plan = plan
+        """The plan, with the budget that the average of the weights leaves."""
         self._change = None if plan is None else SettingsChange(state, runner.recovery, self._measuring, plan)
 
     def after_step(self, record: StepRecord) -> None:
@@ -64,7 +68,7 @@ class SelfCorrecting:
             SaveError: A record could not be written.
             PartialUpdateError: Random numbers could not be restored after a search.
         """
-        plan, found = self._config.plan, self._state.self_correction
+        plan, found = self._plan, self._state.self_correction
         if plan is None or self._change is None or not self._state.ranks.is_first:
             return
         if found is not None and found.settings not in (plan.settings, self._state.settings):
