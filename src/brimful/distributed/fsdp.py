@@ -136,8 +136,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
         raise UsageError(
-            f"{type(optimizer).__name__} is not trained under FSDP2: bitsandbytes' kernels do not take the parts "
-            "that a parameter is divided into. Take 'adamw', or train by DDP."
+            f"{type(optimizer).__name__} is not trained under FSDP2: bitsandbytes' kernels do not take the "
+            "parts that a parameter is divided into. Take 'adamw', or train by DDP."
         )
     if isinstance(optimizer, AdamW4bit):
         raise UsageError(
