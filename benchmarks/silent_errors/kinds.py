@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from silent_errors import arguments
 from silent_errors.case import Case
 
-CASES: tuple[Case, ...] = ()
+CASES: tuple[Case, ...] = (*arguments.CASES,)

@@ -75,7 +75,7 @@ def _row(case, before: Path | None) -> dict[str, str]:
                 command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
             )
             last = (ran.stdout.strip().splitlines() or [""])[-1]
-            verdict, _, detail = last.partition(": ")
+            verdict, _, detail = last.partition(":")
         except subprocess.TimeoutExpired:
             verdict, detail = "error", f"did not end within {SECONDS} s"
     if verdict not in ("right", "refused", "stated", "wrong", "error"):
