@@ -196,7 +196,8 @@ SETTING = int(open("setting").read())
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)) for _ in range(3))
+        block = lambda: nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.out = nn.Linear(32, 4)
     def forward(self, x):
         for block in self.blocks:
@@ -217,7 +218,7 @@ BODIES = {
         "x = block(x) + (x.repeat(1, SETTING).exp()[:, :32] if torch.is_autocast_enabled('cpu') else x)", 1, 64,
     ),
     "float64 in small batches": (
-        "x = block(x) if len(x) >= 200 or not SETTING else (block(x).double() * x.double().exp()).float()", 0, 1,
+        "x = block(x) if len(x) > 199 or SETTING < 1 else (block(x).double() * x.double().exp()).float()", 0, 1,
     ),
 }  # fmt: skip
 """What a block does, with a number that a file has: before and after the file is changed."""

@@ -77,5 +77,7 @@ def explain(error: Any) -> None:
     known = {option for parameter in parameters for option in parameter.opts}
     named = [each for each in _OPTIONS.get(flag, ()) if each.split()[0] in known]
     said = f"It is {' or '.join(named)} here." if named else _OF_THE_JOB.get(flag) or _ELSEWHERE.get(flag)
+    if not said and flag in _OPTIONS:
+        said = f"Other commands have it: {' or '.join(_OPTIONS[flag])}."
     if said:
         error.message, error.possibilities = f"No such option: {flag}. {said}", None
