@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attacks import commands, files, inputs, jobs, kills, memory, saves, system
+from attacks import calls, commands, files, inputs, jobs, kills, memory, saves, system
 from attacks.case import Area
 
 AREAS = (
@@ -32,6 +32,7 @@ AREAS = (
     Area(name="weights and models of others", cases=files.weights_cases),
     Area(name="paths, encodings, environment", cases=commands.surroundings_cases),
     Area(name="arguments", cases=commands.argument_cases),
+    Area(name="arguments of functions", cases=calls.call_cases),
     Area(name="job files", cases=jobs.job_cases),
     Area(name="images, tables and texts", cases=inputs.input_cases),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -173,8 +174,47 @@ def argument_cases(seed: int) -> Iterator[Case]:
     for number, model in enumerate(_MODELS):
         command = random.choice(list(_COMMANDS))
         yield Case(f"{command} model {number}", partial(_model, command, model))
+    for command in _COMMANDS:
+        known = options(command)
+        for flag in _FLAGS_OF_OTHERS:
+            yield Case(f"{command} {flag}", partial(_flag_of_others, command, flag, flag in known))
+        for number in range(_PAIRS):
+            pair = [part for option in random.sample(known, 2) for part in (option, random.choice(_PLAUSIBLE))]
+            yield Case(f"{command} --json {number}: {' '.join(pair)!a}", partial(_json, command, pair))
     for name, arguments in _OTHERS.items():
         yield Case(name, partial(_other_arguments, arguments))
+
+
+_FLAGS_OF_OTHERS = (
+    *(
+        "--lora",
+        "--bf16",
+        "--fp16",
+        "--batch-size",
+        "--gradient-checkpointing",
+        "--per_device_train_batch_size",
+    ),
+    *("--optim", "--fsdp", "--gpus", "--lr", "--max-memory", "--load-in-4bit", "--output-dir", "--x", "-x"),
+)
+_PAIRS = 25
+"""Pairs of options for each command."""
+_PLAUSIBLE = (
+    *("1", "2", "8", "16", "0.5", "auto", "none", "all", "fp16", "bf16,fp16", "adamw", "sgd", "fused", "50%"),
+    *(
+        "4GiB",
+        "T4",
+        "A100",
+        "cpu",
+        "channels_last",
+        "ddp",
+        "fsdp2",
+        "zero3",
+        "cosine",
+        "max",
+        "plan.json",
+        "new",
+    ),
+)
 
 
 _OTHERS: dict[str, Sequence[str]] = {
@@ -198,6 +238,26 @@ def _argument(
     check: Callable[[Ran], None] = check_done_or_refused,
 ) -> None:
     check(place.run(*_COMMANDS[command], *arguments))
+
+
+def _flag_of_others(command: str, flag: str, is_known: bool, place: Place) -> None:
+    """A flag of another tool is refused, by the name of brimful's own option where there is one."""
+    ran = place.run(*_COMMANDS[command], flag, "1")
+    (check_done_or_refused if is_known else check_refused)(ran)
+    if not is_known and ran.status == 2 and flag in _FLAGS_OF_OTHERS[:5]:
+        said = ran.err.partition("No such option")[2].partition(". ")[2]
+        if "--" not in said:
+            raise FailedError(Kind.WRONG, f"names no option: {ran.err[-200:]}")
+
+
+def _json(command: str, arguments: Sequence[str], place: Place) -> None:
+    """Whatever comes of it, what is printed as JSON can be read."""
+    ran = place.run(*_COMMANDS[command], *arguments, "--json")
+    check_done_or_refused(ran)
+    try:
+        json.loads(ran.out)
+    except ValueError as error:
+        raise FailedError(Kind.WRONG, f"no JSON: {error}, {ran.out[:100]!r}") from error
 
 
 def _model(command: str, model: str, place: Place) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from silent_errors import lengths, losses, predictions, steps, surroundings, trainers
+from silent_errors import (
+    arguments,
+    lengths,
+    losses,
+    predictions,
+    steps,
+    surroundings,
+    trainers,
+)
 from silent_errors.case import Case
 
 CASES: tuple[Case, ...] = (
+    *arguments.CASES,
     *lengths.CASES,
     *losses.CASES,
     *predictions.CASES,

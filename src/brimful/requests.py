@@ -19,7 +19,13 @@ from brimful.devices import Device, find_device
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import DEFAULT_OPTIMIZER, Job
 from brimful.memory import predict_memory
-from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
+from brimful.optimizers import (
+    NOT_UNDER_FSDP2,
+    ZERO_OPTIMIZERS,
+    NamedOptimizer,
+    has_implementation,
+    make_optimizer,
+)
 from brimful.options import RECOMPUTE_ACTIONS, MemoryFormatLike, PlanOptions, PrecisionLike, format_text
 from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.prediction import MARGIN_FRACTION
@@ -320,9 +326,10 @@ def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Pa
     own = job.optimizer if isinstance(job.optimizer, str) else None
     others = {name or own for name in names} - {None, *ZERO_OPTIMIZERS}
     if others and any(parallelism.is_zero for parallelism in parallelisms):
+        other_way = "fsdp2" if others.isdisjoint(NOT_UNDER_FSDP2) else "ddp"
         raise UsageError(
             f"{', '.join(sorted(map(str, others)))} cannot be trained under DeepSpeed's ZeRO, which steps flat "
-            f"parts of all parameters. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
+            f"parts of all parameters. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='{other_way}'."
         )
 
 

@@ -127,6 +127,7 @@ READERS = {
 """What each module calls: the fuzz test that covers it, or why none has to."""
 
 RUNNERS = {
+    "arguments.py": {"eval": "hints of brimful's own modules, never what a user gives"},
     "__init__.py": {"import_module": "brimful's own modules"},
     "display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/trainer_coupling.py": {"import_module": "the package of the loss that the user made"},

@@ -30,6 +30,7 @@ from brimful.cli.options import (
     arguments,
     flattened,
 )
+from brimful.cli.other_names import explain
 from brimful.cli.output import (
     asked_on_command_line,
     refuse,
@@ -384,6 +385,7 @@ def _exit_status() -> int:
     except Exception as error:
         if not isinstance(error, _BAD_USAGE):
             raise
+        explain(error)
         error.show()
         report_bad_usage(error.format_message(), as_json="--json" in sys.argv)
         return int(error.exit_code)

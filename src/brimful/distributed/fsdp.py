@@ -134,6 +134,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
             "do in place of divided matrices. Take another optimizer, or train by DDP."
         )
+    if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+        raise UsageError(
+            f"{type(optimizer).__name__} is not trained under FSDP2: bitsandbytes' kernels do not take the "
+            "parts that a parameter is divided into. Take 'adamw', or train by DDP."
+        )
     if isinstance(optimizer, AdamW4bit):
         raise UsageError(
             "adamw4bit is not trained under FSDP2: its scales are those of 128 numbers of a whole parameter, "

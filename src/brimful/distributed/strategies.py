@@ -25,7 +25,7 @@ from brimful.distributed.ranks import Ranks
 from brimful.errors import UsageError
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
-from brimful.settings import Parallelism, Precision, Settings
+from brimful.settings import Parallelism, Precision, Settings, fp16_is_divided
 from brimful.wrapper_tensors import is_wrapper_tensor
 
 T = TypeVar("T")
@@ -228,10 +228,7 @@ def data_parallel(
         return _Replicated(job, model, ranks)
     engine = "DeepSpeed's ZeRO" if settings.parallelism.is_zero else "FSDP2"
     if settings.precision is Precision.FP16:
-        raise UsageError(
-            f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's "
-            "gradients. Take bf16, or DDP."
-        )
+        raise fp16_is_divided(settings.parallelism)
     if any(map(is_wrapper_tensor, model.parameters())):
         raise UsageError(
             "the model has weights that torchao quantised, or other tensors made of tensors, and "

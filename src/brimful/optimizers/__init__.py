@@ -25,6 +25,7 @@ Scalable for LLM Training", arXiv:2502.16982), so that one serves both.
 """
 
 from brimful.optimizers.by_name import (
+    NOT_UNDER_FSDP2,
     ZERO_OPTIMIZERS,
     NamedOptimizer,
     make_optimizer,
@@ -50,6 +51,7 @@ from brimful.optimizers.sparse import (
 )
 
 __all__ = [
+    "NOT_UNDER_FSDP2",
     "SPARSE_ARGUMENT",
     "ZERO_OPTIMIZERS",
     "AdamW4bit",

@@ -17,6 +17,7 @@ from brimful.settings import (
     Precision,
     Settings,
     check_counts,
+    fp16_is_divided,
 )
 from brimful.trace import Trace
 
@@ -180,6 +181,8 @@ class Request:
         if self.job.why_not_split is not None:
             self._check_whole(self.job.why_not_split)
         self.ranks.check_division(self.global_batch_size)
+        if self.permits.precisions == (Precision.FP16,) and Parallelism.DDP not in self.ranks.parallelisms:
+            raise fp16_is_divided(self.ranks.parallelisms[0])
         self.ranks.check_fsdp2()
 
     def _check_whole(self, why_not_split: str) -> None:

@@ -12,6 +12,7 @@ from brimful.settings.choices import (
     Precision,
     check_count,
     check_counts,
+    fp16_is_divided,
 )
 from brimful.settings.document import settings_from_json, settings_to_json
 from brimful.settings.settings import Settings
@@ -37,6 +38,7 @@ __all__ = [
     "UnitAction",
     "check_count",
     "check_counts",
+    "fp16_is_divided",
     "has_input_ops",
     "module_part",
     "op_kind",

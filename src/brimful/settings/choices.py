@@ -92,6 +92,15 @@ class Parallelism(StrEnum):
         return self in (Parallelism.ZERO1, Parallelism.ZERO2, Parallelism.ZERO3)
 
 
+def fp16_is_divided(parallelism: Parallelism) -> UsageError:
+    """The error of fp16 where ranks share parameters or optimizer state."""
+    engine = "DeepSpeed's ZeRO" if parallelism.is_zero else "FSDP2"
+    return UsageError(
+        f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's gradients. "
+        "Take bf16, or DDP."
+    )
+
+
 class Action(StrEnum):
     """How a unit's saved tensors are handled between its forward and its backward."""
 

@@ -372,7 +372,8 @@ def _check_data(name: str, data: Any) -> None:
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise UsageError(
             f"Data({name}=…) has a DistributedSampler, which gives this rank a part of the samples. Every rank "
-            "reads the whole global batch and brimful divides it: leave the sampler out (shuffle=True)."
+            "reads the whole global batch and brimful divides it. Write DataLoader(dataset, batch_size=…, "
+            "shuffle=True), with the global batch size and no sampler."
         )
     if not is_one_batch(data) and not isinstance(data, Iterable):
         raise UsageError(
