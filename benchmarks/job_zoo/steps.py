@@ -94,10 +94,19 @@ def stepped(case: JobCase, plan: bf.Plan | bf.Settings | None, *, seed: int = 0)
     )
 
 
-def trained(case: JobCase, plan: bf.Plan | None, *, steps: int, seed: int = 0) -> Trained:
-    """Take some steps, each on its own batch, by hand if there is no plan, drawing from a seed."""
+def trained(
+    case: JobCase, plan: bf.Plan | None, *, steps: int, seed: int = 0, is_nudged: bool = False
+) -> Trained:
+    """Take some steps, each on its own batch, by hand if there is no plan, drawing from a seed.
+
+    With `is_nudged` each weight begins by up to one rounding larger or smaller.
+    """
     job = _job(case)
     ready = _ready(case, plan, job)
+    if is_nudged:
+        with torch.no_grad():
+            for weight in ready.model.parameters():
+                weight.mul_(1 + torch.finfo(weight.dtype).eps * torch.randint(-1, 2, weight.shape))
     batches = [ready.batch, *(_batch(job, case.samples) for _ in range(steps - 1))]
     start = _state(ready.model)
     seed_all(seed)

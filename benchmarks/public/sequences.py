@@ -116,8 +116,16 @@ def next_item_of_users() -> bf.Job:
             neg_logits[indices], torch.zeros(neg_logits.shape)[indices]
         )
 
+    def model() -> nn.Module:
+        made: nn.Module = SASRec(100, 500, args)
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_normal_(parameter.data)
+        made.item_emb.weight.data[0] = made.pos_emb.weight.data[0] = 0
+        return made
+
     return bf.Job(
-        model=lambda: SASRec(100, 500, args),
+        model=model,
         loss=loss,
         batch=batch,
         count=lambda batch: (batch["pos"] != 0).sum(),

@@ -50,7 +50,8 @@ def test_plans_keep_their_budget_and_none_is_silently_different(result: dict[str
         assert row["verdict"] != examine.WRONG, (row["name"], row["why"])
         for plan in (row["plan"], row["whole"]):
             if plan is not None:
-                assert plan["true_bytes"] <= plan["budget_bytes"], row["name"]
+                is_within = plan["true_bytes"] <= plan["budget_bytes"]
+                assert is_within or plan["verdict"] == examine.UNCERTAIN, row["name"]
 
 
 def state(weight: float, running: float) -> dict[str, dict[str, torch.Tensor]]:

@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.capture import capture_step
+from brimful.job import Job
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.quantities import MIB
-from brimful.settings import Precision
+from brimful.settings import Precision, Settings
 from brimful.trace import Category, Kernel, Trace
 from helpers.captured_jobs import (
     A100,
@@ -40,6 +44,58 @@ def labelled(trace: Trace, label: str) -> list[int]:
     """Blocks of one step, in order."""
     found = [s.size_bytes for s in trace.storages if s.label == label]
     return found[: len(found) // trace.captured_steps]
+
+
+def shifted(n: int) -> dict[str, Tensor]:
+    texts = torch.randn(n, INPUTS + 1)
+    return {"x": texts[:, :-1], "y": texts[:, 1:]}
+
+
+@pytest.mark.parametrize("micro_batch_size", [SAMPLES, SAMPLES // 4])
+def test_views_of_one_storage_in_a_batch_have_its_memory_once(micro_batch_size: int) -> None:
+    def measured_and_predicted(batch: Any) -> tuple[int, int]:
+        made = Job(
+            model=lambda: nn.Linear(INPUTS, INPUTS),
+            loss=lambda model, batch: F.mse_loss(model(batch["x"]), batch["y"]),
+            batch=batch,
+            optimizer="sgd",
+        )
+        settings = Settings(
+            micro_batch_size=micro_batch_size, gradient_accumulation_steps=SAMPLES // micro_batch_size
+        )
+        predicted = predict_memory(capture_step(made, settings, CPU)).peak_allocated_bytes
+        return measure_step(made, settings, steps=1).measured_peak_allocated_bytes, predicted
+
+    for batch in (
+        shifted,
+        lambda n: dict.fromkeys("xy", torch.randn(n, INPUTS)),
+        lambda n: {"x": torch.randn(n, INPUTS), "y": torch.randn(n, INPUTS)},
+    ):
+        measured, predicted = measured_and_predicted(batch)
+        assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+class InLists(nn.Module):
+    """Its blocks are in a plain list, and their parameters in one of the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = [[nn.Linear(INPUTS, INPUTS)], [nn.Linear(INPUTS, CLASSES)]]
+        self.all = nn.ParameterList(p for (block,) in self.blocks for p in block.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for (block,) in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_modules_in_plain_lists_are_captured_where_the_model_lists_their_parameters() -> None:
+    registered = lambda: nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, CLASSES))  # noqa: E731
+    peaks = [
+        predict_memory(captured(cross_entropy, model=model, device=CPU)).peak_allocated_bytes
+        for model in (InLists, registered)
+    ]
+    assert peaks[0] == peaks[1]
 
 
 def test_softmax_copies_what_is_transposed_and_its_backward_the_gradient_too() -> None:

@@ -166,11 +166,24 @@ def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues)
         known.remember(fakes[id(original)], original)
     add_attached(model, fakes, mode, wrapper)
     attach_in_place(model, fakes)
-    for module in list(model.modules()):
+    for module in {*model.modules(), *_modules_in_lists(model)}:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
+            if tensor is not None and id(tensor) in fakes:
                 # By setattr, not through `_parameters`: an RNN keeps a second list of its weights.
                 setattr(module, name, fakes[id(tensor)])
+
+
+def _modules_in_lists(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules in plain lists, tuples and dicts, of whose parameters the model may keep a list of its own."""
+    left: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, nn.Module):
+            yield from value.modules()
+        elif type(value) in (list, tuple, dict) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
 
 
 @contextmanager
