@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -23,11 +24,21 @@ def write_file(path: Path | str, content: str | bytes, *, follows_links: bool = 
         SaveError: It cannot be written.
     """
     try:
-        (Path(path) if follows_links else fresh(Path(path))).write_bytes(
-            content.encode(errors="backslashreplace") if isinstance(content, str) else content
-        )
+        with open(path if follows_links else fresh(Path(path)), "wb", opener=_open_at_once) as file:
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     except OSError as error:
-        raise SaveError(f"{path} could not be written: {error.strerror or error}.") from error
+        is_unread = error.errno == errno.ENXIO
+        reason = "it is a pipe that no process reads" if is_unread else error.strerror or error
+        raise SaveError(f"{path} could not be written: {reason}.") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file for `open`; a pipe that nobody reads is an error, where it would be waited for."""
+    if os.name != "posix":
+        return os.open(path, flags, 0o666)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def fresh(path: Path) -> Path:

@@ -1,0 +1,99 @@
+"""What is replaced for a while is another one in its own thread alone."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from brimful.errors import SaveError
+from brimful.files import write_file
+from brimful.gc_pause import without_garbage_collection
+from brimful.replaced import replaced
+
+
+class Original:
+    """A class with a method, and an argument of `isinstance`."""
+
+    def name(self) -> str:
+        return "original"
+
+
+def elsewhere(ask: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask).result()
+
+
+def test_a_method_and_a_function_are_replaced_here_and_not_elsewhere() -> None:
+    library = SimpleNamespace(ask=lambda: "original")
+    with (
+        replaced(Original, "name", lambda _: "stand-in"),
+        replaced(library, "ask", lambda: "stand-in"),
+    ):
+        assert (Original().name(), library.ask()) == ("stand-in", "stand-in")
+        assert elsewhere(lambda: (Original().name(), library.ask())) == ("original", "original")
+    assert (Original().name(), library.ask()) == ("original", "original")
+    assert type(vars(Original)["name"]).__name__ == "function"
+
+
+def test_a_class_is_replaced_in_isinstance_and_in_annotations_too() -> None:
+    class StandIn:
+        pass
+
+    library = SimpleNamespace(Kind=Original)
+    with replaced(library, "Kind", StandIn):
+        imported = library.Kind
+        assert isinstance(StandIn(), library.Kind)
+        assert not isinstance(Original(), library.Kind)
+        assert library.Kind | None == StandIn | None
+        assert elsewhere(lambda: isinstance(Original(), library.Kind))
+    assert type(imported()) is Original  # whoever imported it meanwhile has the original
+
+
+def test_replacements_of_two_threads_do_not_overlap() -> None:
+    library = SimpleNamespace(ask=lambda: "original")
+    original, barrier = library.ask, threading.Barrier(2)
+
+    def replace(name: str) -> set[str]:
+        barrier.wait()
+        found = set()
+        for _ in range(200):
+            with replaced(library, "ask", lambda: name):
+                found.add(library.ask())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(replace, ["a", "b"])) == [{"a"}, {"b"}]
+    assert library.ask is original
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_beside_a_pause_collects_garbage_and_may_pause_itself() -> None:
+    with without_garbage_collection():
+        status = elsewhere(_collects_in_a_fork)
+    assert status == 0
+    assert gc.isenabled()
+
+
+def _collects_in_a_fork() -> int:
+    child = os.fork()
+    if child == 0:
+        enabled = gc.isenabled()
+        with without_garbage_collection():
+            paused = not gc.isenabled()
+        os._exit(0 if enabled and paused else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SaveError, match="a pipe that no process reads"):
+        write_file(tmp_path / "pipe", "text")
