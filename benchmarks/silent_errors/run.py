@@ -72,7 +72,13 @@ def _row(case, before: Path | None) -> dict[str, str]:
         command = [sys.executable, __file__, "--one", f"{case.kind}/{case.name}"]
         try:
             ran = subprocess.run(
-                command, env=environment, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
+                command,
+                env=environment,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
             )
             last = (ran.stdout.strip().splitlines() or [""])[-1]
             verdict, _, detail = last.partition(":")

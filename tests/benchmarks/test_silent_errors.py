@@ -12,9 +12,7 @@ from silent_errors.kinds import CASES
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case.name}")
-def test_nothing_is_silently_wrong(
-    case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_silently_wrong(case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program compares brimful's answer with an oracle of its own."""
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
