@@ -98,7 +98,12 @@ class Tokens(nn.Module):
 
 
 def _trainer(
-    model: Callable[[], nn.Module] = Network, data: Any = None, *, kind: Any = None, more: Any = None, **args: Any
+    model: Callable[[], nn.Module] = Network,
+    data: Any = None,
+    *,
+    kind: Any = None,
+    more: Any = None,
+    **args: Any,
 ) -> Any:
     import transformers
 
@@ -144,7 +149,9 @@ def _compare(alone: tuple[Any, ...], planned: tuple[Any, ...]) -> None:
         raise WrongError(f"losses differ by {difference:.2g}, weights by {weights:.2g}")
 
 
-def _as_without(make: Callable[[], Any], *, micro: int = 4, must_train: bool = False, **options: Any) -> Verdict:
+def _as_without(
+    make: Callable[[], Any], *, micro: int = 4, must_train: bool = False, **options: Any
+) -> Verdict:
     """Train with and without a plan."""
     import brimful.integrations.transformers as bft
 
@@ -247,7 +254,9 @@ def _certificate(make: Callable[[], Any], is_mean: bool) -> Verdict:
     settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
     holds = bf.verify(bft.job(make()), settings, device="cpu").holds
     if holds is not is_mean:
-        raise WrongError(f"the certificate says {holds}, and the loss of a batch is that of its parts: {is_mean}")
+        raise WrongError(
+            f"the certificate says {holds}, and the loss of a batch is that of its parts: {is_mean}"
+        )
     return Verdict.RIGHT if is_mean else Verdict.REFUSED
 
 
@@ -271,7 +280,9 @@ class OfOneClass(Sampler):
     """Batches of unequal sizes."""
 
     def __init__(self, labels: Tensor) -> None:
-        self.batches = [index.tolist() for label in labels.unique() for index in labels.eq(label).nonzero()[:, 0].split(16)]
+        self.batches = [
+            index.tolist() for label in labels.unique() for index in labels.eq(label).nonzero()[:, 0].split(16)
+        ]
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
@@ -296,7 +307,9 @@ def _with_loader() -> Any:
     class Own(transformers.Trainer):
         def get_train_dataloader(self) -> Any:
             return DataLoader(
-                self.train_dataset, batch_sampler=OfOneClass(self.train_dataset.y), collate_fn=self.data_collator
+                self.train_dataset,
+                batch_sampler=OfOneClass(self.train_dataset.y),
+                collate_fn=self.data_collator,
             )
 
     return _trainer(kind=Own)
@@ -304,7 +317,11 @@ def _with_loader() -> Any:
 
 def _grouped() -> Any:
     return _trainer(
-        Tokens, _texts(), more={"data_collator": _pad}, train_sampling_strategy="group_by_length", num_train_epochs=1
+        Tokens,
+        _texts(),
+        more={"data_collator": _pad},
+        train_sampling_strategy="group_by_length",
+        num_train_epochs=1,
     )
 
 
@@ -357,7 +374,9 @@ SAMPLES_OF_A_STEP: dict[str, Callable[[], Verdict]] = {
     "groups by length": _with_plan(_grouped),
     "a sampler of its own": _with_plan(_with_sampler),
     "a loader with a batch sampler": _with_plan(_with_loader),
-    "workers": _with_plan(partial(_trainer, dataloader_num_workers=2, dataloader_drop_last=True, num_train_epochs=1)),
+    "workers": _with_plan(
+        partial(_trainer, dataloader_num_workers=2, dataloader_drop_last=True, num_train_epochs=1)
+    ),
     "resumed within an epoch": _resumed,
     "uneven last batches": _with_plan(partial(_trainer, per_device_train_batch_size=10), micro=5),
     "max_steps": _with_plan(partial(_trainer, max_steps=9, dataloader_drop_last=True)),
@@ -371,7 +390,9 @@ SAMPLES_OF_A_STEP: dict[str, Callable[[], Verdict]] = {
 # Lightning
 
 
-def _module(optimizers: Callable[[Any], Any] | None = None, loss: Callable[..., Tensor] = F.cross_entropy) -> Any:
+def _module(
+    optimizers: Callable[[Any], Any] | None = None, loss: Callable[..., Tensor] = F.cross_entropy
+) -> Any:
     import lightning
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -481,7 +502,9 @@ def _lightning(
     if alone[4] != found[4]:
         raise WrongError(f"validated at {alone[4]} without a plan, at {found[4]} with it")
     if [step for step, _ in alone[5]] != [step for step, _ in found[5]]:
-        raise WrongError(f"logged at {[row[0] for row in alone[5]]} without a plan, {[row[0] for row in found[5]]}")
+        raise WrongError(
+            f"logged at {[row[0] for row in alone[5]]} without a plan, {[row[0] for row in found[5]]}"
+        )
     for (_, one), (_, other) in zip(alone[5], found[5], strict=True):
         if one.keys() != other.keys() or any(abs(one[name] - other[name]) > ROUNDING for name in one):
             raise WrongError(f"logged {one} without a plan, {other} with it")
@@ -533,7 +556,12 @@ def _of_datamodule() -> Verdict:
             plan = bfl.plan(module, Data().train_dataloader(), "cpu", micro_batch_size=4)
             options = {**bfl.trainer_options(plan), "callbacks": [bfl.PlanCallback(plan)]}
         trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, **options
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            **options,
         )
         trainer.fit(module, datamodule=Data())
         rates.append(module.rates)
@@ -582,7 +610,9 @@ COUNTS: dict[str, Callable[[], Verdict]] = {
 
 def _make() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)], nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)], nn.Linear(16, CLASSES)
+    )
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:
@@ -627,7 +657,9 @@ def _own_loop(
                     own.step()
                     optimizer.zero_grad()
                 continue
-            parts = [(batch, 1 / together)] if prepared is None or not divides else prepared.micro_batches(batch)
+            parts = (
+                [(batch, 1 / together)] if prepared is None or not divides else prepared.micro_batches(batch)
+            )
             for part, share in parts:
                 loss = _loss(model, part) * share
                 accelerator.backward(loss) if accelerate else loss.backward()
@@ -679,9 +711,13 @@ SCHEDULES: dict[str, Callable[[], Verdict]] = {
     "linear, stepped with the optimizer": partial(_own_loop, _linear, accelerate=False),
     "cosine, stepped after each micro-batch": partial(_own_loop, _cosine, accelerate=False, each_part=True),
     "StepLR": partial(_own_loop, _steps, accelerate=False),
-    "an inverse, stepped after each micro-batch": partial(_own_loop, _multiplied, accelerate=False, each_part=True),
+    "an inverse, stepped after each micro-batch": partial(
+        _own_loop, _multiplied, accelerate=False, each_part=True
+    ),
     "control: batches divided by brimful": partial(_own_loop, _linear, accelerate=False, divides=True),
-    "control: batches divided by brimful in Accelerate": partial(_own_loop, _cosine, accelerate=True, divides=True),
+    "control: batches divided by brimful in Accelerate": partial(
+        _own_loop, _cosine, accelerate=True, divides=True
+    ),
 }
 
 CASES: tuple[Case, ...] = (

@@ -174,7 +174,9 @@ def _joined(found: list[Any], samples: list[int], whole: int) -> Any:
         ):
             last.extra[name] = torch.cat(values)
         elif all(isinstance(each, Tensor) and each.dim() == 0 and each.is_floating_point() for each in values):
-            last.extra[name] = _reduced([(n, each, {}) for n, each in zip(samples, values, strict=True)], "mean")
+            last.extra[name] = _reduced(
+                [(n, each, {}) for n, each in zip(samples, values, strict=True)], "mean"
+            )
         else:
             last.extra[name] = value
     return last

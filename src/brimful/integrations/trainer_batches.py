@@ -61,9 +61,7 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
     if longest is not None:
         source, chosen = sources[0], [longest]
     else:
-        found = [
-            (samples, _longest(samples, collate, collates_all=has_pairs(trainer))) for samples in sources
-        ]
+        found = [(samples, _longest(samples, collate, collates_all=has_pairs(trainer))) for samples in sources]
         source, chosen = max(found, key=lambda each: _elements(collate, each[1]) if len(found) > 1 else 0)
 
     def batch(n: int) -> Batch:

@@ -150,7 +150,9 @@ def plan(
             if joining > of_batch:
                 found = make(**{**asked, "micro_batch_size": of_batch})
         joined = _joining_notes(trainer, joining)
-        return replace(found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer), *joined))
+        return replace(
+            found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer), *joined)
+        )
 
     try:
         return _of_the_first_process(trainer, planned)
