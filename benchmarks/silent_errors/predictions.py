@@ -14,6 +14,8 @@ from silent_errors.case import Case, Verdict, WrongError
 
 HOST = "tensors that stay on the host"
 RECURRENT = "recurrent layers in reduced precision on a CPU"
+AUTOCAST = "called inside autocast"
+UNTRAINED = "trainable parameters without a gradient"
 CONVOLUTION = "convolutions with few input channels on a CPU"
 
 _GPU = "RTX 3090"
@@ -325,10 +327,137 @@ def _no_uncertain_advice() -> Verdict:
     return Verdict.RIGHT
 
 
+# Called inside autocast, and parameters that are not trained.
+
+
+class _Orthogonal(torch.optim.Optimizer):
+    """Updates by a product of matrices, as Muon does."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None and each.dim() == 2:
+                    each.sub_(each.grad @ each.grad.T @ each.grad, alpha=group["lr"])
+
+
+def _fp32_loop(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    for _ in _steps(model, batches):
+        pass
+
+
+def _same_inside_autocast(ask: Callable[[], float]) -> Verdict:
+    outside = ask()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = ask()
+    if inside != outside:
+        raise WrongError(f"{inside} inside autocast, {outside} outside")
+    return Verdict.RIGHT
+
+
+def _job(**changes: Any) -> bf.Job:
+    given = {
+        "model": _net,
+        "loss": lambda m, x: m(x).square().mean(),
+        "batch": lambda n: torch.randn(n, _WIDTH),
+    }
+    return bf.Job(**given | {"optimizer": "sgd"} | changes)
+
+
+def _estimated(device: str, **changes: Any) -> Callable[[], float]:
+    return lambda: bf.estimate(_job(**changes), device, micro_batch_size=64).predicted_peak_allocated_bytes
+
+
+def _loop_measured() -> float:
+    job = _job(loop=lambda model, batches: [None for _ in _steps(model, batches, device="cpu")])
+    return bf.measure(job, bf.Settings(micro_batch_size=64), "cpu").measured_peak_allocated_bytes
+
+
+class _Adapted(nn.Module):
+    def __init__(self, checkpointed: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 32).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.head = nn.Linear(32, 100)
+        self.unused = nn.Linear(2, 2).requires_grad_(False)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = h + self.checkpointed(block, h)
+        return self.head(h)
+
+
+def _names_untrained(
+    checkpointed: Callable[[nn.Module, Tensor], Tensor], *, says: str | None, device: str = "cpu"
+) -> Verdict:
+    job = bf.Job(
+        model=lambda: _Adapted(checkpointed),
+        loss=lambda m, x: nn.functional.cross_entropy(m(x).flatten(0, 1), x.flatten()),
+        batch=lambda n: torch.randint(0, 100, (n, 16)),
+        optimizer="adamw",
+    )
+    said = [note for note in bf.estimate(job, device, micro_batch_size=4).notes if "no gradient" in note]
+    if bool(said) != (says is not None) or (says is not None and says not in said[0]):
+        raise WrongError(f"said of parameters without gradient: {said}")
+    return Verdict.RIGHT if says is None else Verdict.STATED
+
+
+def _reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def _not_reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(block, x, use_reentrant=False)
+
+
 CASES: tuple[Case, ...] = (
     *(Case(HOST, name, lambda loop=loop: _same_memory(loop, _plain)) for name, loop in _KEPT.items()),
     *(Case(HOST, f"{name} (control)", lambda loop=loop: _is_counted(loop)) for name, loop in _COUNTED.items()),
     Case(HOST, "a loss on the host", _loss_on_host),
+    Case(AUTOCAST, "an own loop, for a GPU", lambda: _same_inside_autocast(_estimated(_GPU, loop=_fp32_loop))),
+    Case(
+        AUTOCAST,
+        "an own loop, for a CPU",
+        lambda: _same_inside_autocast(
+            _estimated("cpu", loop=lambda m, b: [None for _ in _steps(m, b, device="cpu")])
+        ),
+    ),
+    Case(AUTOCAST, "an own loop, measured", lambda: _same_inside_autocast(_loop_measured)),
+    Case(
+        AUTOCAST,
+        "an update by products",
+        lambda: _same_inside_autocast(_estimated(_GPU, optimizer=_Orthogonal)),
+    ),
+    Case(AUTOCAST, "brimful's own step (control)", lambda: _same_inside_autocast(_estimated("cpu"))),
+    Case(
+        UNTRAINED, "in reentrant checkpoints", lambda: _names_untrained(_reentrant, says="use_reentrant=False")
+    ),
+    Case(
+        UNTRAINED,
+        "in reentrant checkpoints, for a GPU",
+        lambda: _names_untrained(_reentrant, says="8 trainable parameters", device=_GPU),
+    ),
+    Case(
+        UNTRAINED,
+        "detached",
+        lambda: _names_untrained(lambda block, x: block(x).detach(), says="blocks.0.weight"),
+    ),
+    Case(
+        UNTRAINED,
+        "a bias that is not used",
+        lambda: _names_untrained(lambda block, x: x @ block.weight, says="4 trainable parameters"),
+    ),
+    Case(UNTRAINED, "passed by", lambda: _names_untrained(lambda _block, x: x, says="blocks.0")),
+    Case(UNTRAINED, "all trained (control)", lambda: _names_untrained(_not_reentrant, says=None)),
     Case(RECURRENT, "no advice that does not fit", _no_uncertain_advice),
     *(
         Case(

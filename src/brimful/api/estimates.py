@@ -25,6 +25,7 @@ from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import MemoryFormatLike, PrecisionLike
 from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
+from brimful.prediction.untrained import untrained_notes
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.quantities import parse_bytes
@@ -332,7 +333,7 @@ def _notes(
 
 
 def _noted_estimate(notes: tuple[str, ...], trace: Trace, device: Device, **given: Any) -> Estimate:
-    return replace(estimate_trace(trace, device, **given), notes=notes)
+    return replace(estimate_trace(trace, device, **given), notes=(*notes, *untrained_notes(trace)))
 
 
 def _steps_of(job: Job) -> int:

@@ -155,11 +155,20 @@ class CapturedStep:
         if phase is Phase.BACKWARD:
             compiled.begin_backward(self._model, recorder, are_kept_apart=self._settings.optimizer_in_backward)
         if phase is Phase.OPTIMIZER:
+            self._note_without_gradient()
             if not self._shards_on_host:
                 mark_gradients(self._model, recorder)
             self._optimizer.drop_state_of_unused(lambda parameter: parameter.grad is not None)
             self.seams.backward_ended()
         recorder.position.enter(phase, micro_batch)
+
+    def _note_without_gradient(self) -> None:
+        """Note the parameters that are to be trained and are not: the optimizer leaves them out silently."""
+        self._recorder.facts.without_gradient = tuple(
+            self._names[id(parameter)]
+            for parameter in self._model.parameters()
+            if parameter.requires_grad and parameter.grad is None and id(parameter) not in self._reached
+        )
 
     def _shorten(self, phase: Phase, micro_batch: int) -> None:
         shortening = self._observers.shortening

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import Tensor
 
+from brimful.capture.recording.facts import StepFacts
 from brimful.execution.attached import ATTRIBUTES
 from brimful.replaced import replaced
 
@@ -86,4 +89,20 @@ def nothing_is_saved() -> Iterator[None]:
     It would open its file first, and so empty a checkpoint that is there. On a GPU it allocates nothing.
     """
     with replaced(torch, "save", lambda *_args, **_options: None):
+        yield
+
+
+@contextmanager
+def checkpoints_without_gradient_noted(facts: StepFacts) -> Iterator[None]:
+    """Note reentrant checkpointing whose inputs need no gradient; torch only warns, once in a process.
+
+    Source: torch/utils/checkpoint.py, check_backward_validity (checked: 2.13).
+    """
+
+    def noted(inputs: Iterable[Any]) -> None:
+        tensors = [each for each in inputs if isinstance(each, Tensor)]
+        if not any(each.requires_grad for each in tensors):
+            facts.checkpoints_without_gradient = True
+
+    with replaced(torch.utils.checkpoint, "check_backward_validity", noted):
         yield

@@ -27,7 +27,12 @@ from brimful.capture.fakes.model import (
     no_gradient_overflows,
 )
 from brimful.capture.fakes.outside import OutsideTensors
-from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved, quantised_weights_known
+from brimful.capture.libraries import (
+    answers_of_a_real_step,
+    checkpoints_without_gradient_noted,
+    nothing_is_saved,
+    quantised_weights_known,
+)
 from brimful.capture.loop import run_loop
 from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
@@ -214,6 +219,7 @@ class CaptureSession:
             stack.enter_context(quantised_weights_known())
             stack.enter_context(triton_launches_recorded(recorder.facts.note))
             stack.enter_context(nothing_is_saved())
+            stack.enter_context(checkpoints_without_gradient_noted(recorder.facts))
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
@@ -303,7 +309,7 @@ class CaptureSession:
             events=to_events(recorded.blocks, recorded.events),
             module_classes=self._modules.classes,
             corrections=tuple(rule.record() for rule in self._rules),
-            uncertain_ops=(*facts.uncertain, *([_ASSUMED] if self._known.has_assumed else [])),
+            uncertain_ops=(*facts.all_uncertain, *([_ASSUMED] if self._known.has_assumed else [])),
             compiled_lines=self._observers.compiled.lines,
             batch_coupled_modules=(*coupling.batch_norms(), *coupling.stateful()),
             stateful_modules=coupling.stateful(),
@@ -316,6 +322,8 @@ class CaptureSession:
             trainable_parameter_count=parameter_count(p for p in parameters if p.requires_grad),
             couples_samples=self._job.embed is not None and self._job.loop is None,
             global_batch=facts.global_batch,
+            without_gradient=facts.without_gradient,
+            checkpoints_without_gradient=facts.checkpoints_without_gradient,
             host_state_bytes=facts.host_state_bytes,
             host_staging_bytes=0 if recorder.host_is_device else facts.host_staging_bytes,
         )

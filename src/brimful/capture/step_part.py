@@ -87,7 +87,7 @@ class Seams:
             is_apart = not optimizer.state
         else:
             lasting = (count for rule in rules if rule.lasts for count in rule.counted)
-            is_apart = not facts.uncertain and all(op < self._forward.ops for op, *_ in lasting)
+            is_apart = not facts.all_uncertain and all(op < self._forward.ops for op, *_ in lasting)
         if self._gradients is None or not is_apart:
             return None
         return RecordedPart(

@@ -21,7 +21,7 @@ from brimful.batches import InputMover
 from brimful.execution.coupled_loss import check_coupled, embeds_twice, loss_of
 from brimful.execution.hooks import NO_HOOKS, StepHooks
 from brimful.execution.host_optimizer import UpdateOnHost
-from brimful.execution.precision import make_scaler, matmul_precision, unused_scaler
+from brimful.execution.precision import make_scaler, matmul_precision, no_autocast_of_caller, unused_scaler
 from brimful.execution.prefetch import prefetch_to
 from brimful.execution.step import StepOutcome, StepParts, run_step
 from brimful.execution.update_in_backward import UpdateInBackward, clipped_in_backward
@@ -134,6 +134,7 @@ class StepExecutor:
         repeats = embeds_twice(self.job, micro_batches)
         with (
             self._within(hooks),
+            no_autocast_of_caller(),
             matmul_precision(self.settings.precision),
             self.move.one_step(repeats=repeats),
         ):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from torch import nn
 
 from brimful.errors import BrimfulError, UsageError
+from brimful.execution.precision import no_autocast_of_caller
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 
@@ -75,7 +76,7 @@ class LoopBatches:
             error: Raised if the loop takes no batch, or never steps an optimizer.
         """
         assert job.loop is not None
-        with suppress(_LoopEnded):
+        with suppress(_LoopEnded), no_autocast_of_caller():
             try:
                 job.loop(model, self)
             except (StopIteration, RuntimeError) as stop:  # a generator makes the second of the first

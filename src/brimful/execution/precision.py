@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import torch
@@ -22,6 +22,16 @@ def autocast(model: nn.Module, precision: Precision) -> torch.autocast:
         dtype=getattr(torch, dtype) if dtype else None,
         enabled=dtype is not None,
     )
+
+
+@contextmanager
+def no_autocast_of_caller() -> Iterator[None]:
+    """A step has the precision of its settings within: autocast that the caller has entered is out of force."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

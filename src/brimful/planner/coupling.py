@@ -49,4 +49,6 @@ def what_splitting_changes(
 def listed(names: Sequence[str]) -> str:
     """The first few of some names, and how many others there are."""
     others = len(names) - _NAMED
-    return ", ".join(map(repr, names[:_NAMED])) + (f" and {others} more" if others > 0 else "")
+    return ", ".join(repr(name) if name else "the model itself" for name in names[:_NAMED]) + (
+        f" and {others} more" if others > 0 else ""
+    )

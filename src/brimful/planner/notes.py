@@ -13,9 +13,11 @@ from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import listed, what_splitting_changes, why_kept_whole
 from brimful.planner.fastest import by_least_time
 from brimful.planner.headroom import exceedance_of
+from brimful.planner.plan import NOT_SURE
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
+from brimful.prediction.untrained import untrained_notes
 from brimful.quantities import format_bytes, format_seconds
 from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
@@ -103,7 +105,8 @@ def notes_for(
         *_what_the_format_changes(settings, request),
         *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
         *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
-        *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
+        *untrained_notes(baseline),
+        *(f"{NOT_SURE}{uncertain}." for uncertain in best.uncertain),
         *_what_it_may_take(best, request, candidates),
     )
 

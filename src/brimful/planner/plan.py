@@ -32,6 +32,10 @@ from brimful.settings import Settings
 PLAN_VERSION = 1
 
 
+NOT_SURE = "Not sure about: "
+"""How notes of a plan begin that say what is uncertain about its figures."""
+
+
 class PlanStatus(StrEnum):
     """What is known about a plan. If nothing fits, planning raises `InfeasibleError` instead."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from brimful.memory import ModuleShare
-from brimful.planner.plan import Alternative, BudgetPoint, Plan
+from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
 from brimful.quantities import GIB, format_bytes, format_rate, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
@@ -84,6 +84,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         which = "with the CUDA context" if context else "allocated"
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
     yield Row("predicted step", _step(estimate))
+    yield from (Remark("uncertain", uncertain) for uncertain in estimate.uncertain)
     if estimate.own_checkpoints:
         yield Row(
             "checkpointing",
@@ -96,7 +97,6 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     yield from _module_listing(estimate)
     yield from _allocator_listing(estimate)
     yield from _correction_listing(estimate)
-    yield from (Remark("uncertain", uncertain) for uncertain in estimate.uncertain)
     yield from (Remark("note", note) for note in estimate.notes)
 
 
@@ -277,6 +277,8 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
     chance = plan.predicted_exceedance_probability
     over = "" if chance is None else f"; over it with probability {_probability(chance)}"
     yield Row("predicted", f"{peak} ({used:.0%} of the budget{over}), {_seconds(plan)} a step, {rate}")
+    unsure = (note.removeprefix(NOT_SURE) for note in plan.notes if note.startswith(NOT_SURE))
+    yield from (Remark("uncertain", what) for what in unsure)
     yield Row("peak in", plan.peak_at)
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:
@@ -296,7 +298,7 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
             rows=tuple(_alternative_row(other, plan, context) for other in plan.alternatives),
             is_detail=True,
         )
-    yield from (Remark("note", note) for note in plan.notes)
+    yield from (Remark("note", note) for note in plan.notes if not note.startswith(NOT_SURE))
 
 
 def _alternative_row(other: Alternative, plan: Plan, context_bytes: int) -> tuple[str, str, str]:

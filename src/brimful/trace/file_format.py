@@ -54,6 +54,8 @@ _LATER = (
     "stateful_modules",
     "global_batch",
     "compiled_lines",
+    "without_gradient",
+    "checkpoints_without_gradient",
     "own_checkpoints",
     "sizes_are_guessed",
     "guess",

@@ -181,6 +181,10 @@ class Trace:
     queue, a temperature; in the model or beside it. BatchNorm's running statistics are not included."""
     compiled_lines: tuple[str, ...] = ()
     """Lines that call code compiled by `torch.compile`, as "file.py:12"; that code is traced eagerly."""
+    without_gradient: tuple[str, ...] = ()
+    """Trainable parameters that backward gives no gradient, so that they are not trained."""
+    checkpoints_without_gradient: bool = False
+    """Whether reentrant checkpointing ran a region whose input needs no gradient: none is made inside."""
     own_checkpoints: NonNegativeInt = 0
     """Number of forward regions that the model itself recomputes in backward, with torch.utils.checkpoint or
     similar; not counting those that the settings recompute."""

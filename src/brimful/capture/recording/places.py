@@ -32,7 +32,7 @@ from brimful.trace import Category
 aten = torch.ops.aten
 
 DEVICE = torch.device("cpu", 0)
-"""What code is told is the device of a tensor on the GPU. `torch.device("cpu")` has no index, and is the host."""
+"""The device that code is told of a tensor on the GPU. `torch.device("cpu")`, without an index, is the host."""
 
 _MARK = "_brimful_host"
 """Attribute of storages on the host."""
@@ -124,7 +124,7 @@ class Places:
             self._unnamed.setdefault(index, computed_from)
 
     def names_host(self, device: Any, *, of_module: bool = False) -> bool:
-        """Whether the calling code asks for the host by this device; torch's does so for whole modules alone."""
+        """Whether the calling code asks for the host by this device; torch's own does for modules alone."""
         if not self.are_two or str(device) != "cpu":
             self._names_gpu |= str(device).startswith("cuda")
             return False

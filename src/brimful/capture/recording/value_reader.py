@@ -109,7 +109,7 @@ class ValueReader:
         if not info.is_random:
             self._follower.follow(func, args, kwargs, inputs, outputs)
         elif self._follower.follow_draw(func, args, kwargs, outputs):
-            self._facts.note(f"a number drawn at random in {self._modules.owner()!r}, taken for its mean")
+            self._facts.drawn_in.setdefault(self._modules.owner())
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op whose result is not a tensor, or is one of a shape that depends on values."""

@@ -38,7 +38,7 @@ _GROUP_BLOCKS = (16, 8, 4)
 """Channels per block where groups have more than one each: as many as divide a group's, of input and output.
 ONEDNN_VERBOSE shows matrices where none do."""
 _MOST_AS_THEY_ARE = 3
-"""Channels that the kernel for the first convolution reads without blocks for the weights' gradient. Of 4 to 15,
+"""Channels that the kernel for a first convolution reads without blocks for the weights' gradient. Of 4 to 15,
 oneDNN takes its kernel for AVX2, as ONEDNN_VERBOSE shows with torch 2.13 on AVX-512."""
 _AVX2_BLOCK = 8
 _REDUCTIONS = 4
@@ -136,7 +136,7 @@ class _Convolution:
         return next((size for size in _GROUP_BLOCKS if size <= _block() and of_group % size == 0), None)
 
     def widens_by_matrices(self) -> bool:
-        """Whether an input's gradient is by matrices: no kernel takes a dilation and a stride, or one channel."""
+        """Whether an input's gradient is by matrices: no kernel dilates with a stride or for one channel."""
         return max(self.dilation) > 1 and (max(self.stride) > 1 or self.is_depthwise())
 
     def is_channels_last(self) -> bool:
@@ -210,7 +210,7 @@ def _forward_bytes(c: _Convolution) -> int:
 
 
 def _narrowed_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
-    """What convolving a source takes: its copy, the weight's and the result's, or the result in both layouts."""
+    """What a forward takes: copies of source, weight and result, or the result in both layouts."""
     block = c.block()
     if block is None:
         return result.nbytes + max(c.column_bytes(), result.nbytes)
@@ -221,7 +221,7 @@ def _narrowed_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
 
 
 def _widened_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
-    """The same in the direction that makes more positions of a stride: an input's gradient, or transposed."""
+    """What the direction takes that widens by a stride: an input's gradient, or a transposed forward."""
     block = c.block()
     if c.is_by_rows(widens=True):
         return max(source.nbytes + c.weight_by_rows_bytes() + result.nbytes, 3 * result.nbytes)
