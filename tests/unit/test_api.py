@@ -399,7 +399,9 @@ def test_the_path_of_a_plan_is_told_from_a_plan() -> None:
 def test_arguments_in_another_order_are_told() -> None:
     job, model, settings = stack_job(), Stack(), bf.Settings(micro_batch_size=2)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(UsageError, match=r"plan is .*, of type Job.*apply\(\) takes \(plan, job, model, optimizer,"):
+    with pytest.raises(
+        UsageError, match=r"plan is .*, of type Job.*apply\(\) takes \(plan, job, model, optimizer,"
+    ):
         bf.apply(job, settings, model, optimizer)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"fit\(\) takes \(job, plan,"):
         bf.fit(settings, job)  # type: ignore[arg-type]
