@@ -1,9 +1,9 @@
-"""Are answers that once were silently wrong right, refused, or stated to be uncertain? Programs by kind of error.
+"""Are answers that once were silently wrong right, refused, or stated to be uncertain? Programs by kind.
 
-    python benchmarks/silent_errors/run.py                           # all kinds, kept in results/silent_errors.json
-    python benchmarks/silent_errors/run.py --kinds "ignored labels"  # some, not kept
-    python benchmarks/silent_errors/run.py --before SRC              # with the code in SRC (the `src` of a checkout
-                                                                     # of an earlier commit): silent_errors_before.json
+    python benchmarks/silent_errors/run.py                   # all kinds, kept in results/silent_errors.json
+    python benchmarks/silent_errors/run.py --kinds "links"   # some, not kept
+    python benchmarks/silent_errors/run.py --before SRC      # the code in SRC, the `src` of an earlier
+                                                             # commit: results/silent_errors_before.json
 
 Each program runs in a process of its own. A raw error of brimful's, a program that does not end and an answer
 that differs from the oracle without a word all count as wrong.

@@ -1,4 +1,4 @@
-"""Trainers of other libraries: samples, steps, learning rates and losses with a plan are those without, or refused.
+"""Trainers of other libraries: samples, steps, rates and losses with a plan are those without, or refused.
 
 The oracle is the same program without a plan.
 """
@@ -176,7 +176,7 @@ def _weighted(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
     return F.cross_entropy(logits, labels, weight=torch.tensor([0.1, 1.0, 5.0, 20.0]))
 
 
-def _of_outputs(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+def _of_outputs(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:  # noqa: ARG001
     return _weighted(outputs["logits"], labels)
 
 
@@ -701,7 +701,7 @@ def _steps(optimizer: Any, length: int) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=max(length // 2, 1))
 
 
-def _multiplied(optimizer: Any, length: int) -> Any:
+def _multiplied(optimizer: Any, length: int) -> Any:  # noqa: ARG001
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 

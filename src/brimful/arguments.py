@@ -60,7 +60,8 @@ def checks_arguments(function: Function, names: Mapping[str, Any] = MappingProxy
     if isinstance(function, type):
         function.__init__ = _checked(function.__init__, function, names, is_method=True)  # type: ignore[misc]
         return function
-    return _checked(function, function, names)  # type: ignore[return-value]
+    checked: Function = _checked(function, function, names)
+    return checked
 
 
 def check_fields(record: Any, *, shown: str = "{}") -> None:
@@ -73,7 +74,8 @@ def check_fields(record: Any, *, shown: str = "{}") -> None:
     Raises:
         UsageError: A field is of another type, or out of its range.
     """
-    for name, check in _field_checks(type(record)):
+    kind: Any = type(record)
+    for name, check in _field_checks(kind):
         value = getattr(record, name)
         made = _checked_value(shown.format(name), value, check)
         if made is not value:
@@ -257,10 +259,10 @@ def _any_of(hints: tuple[Any, ...]) -> Check:
                 return check(value)
             except _MisfitError as misfit:
                 misfits.append(misfit)
-        for misfit in misfits:
-            if misfit.is_value:  # of the right type
-                raise misfit
-        expected = [misfit.expected for misfit in misfits]
+        for each in misfits:
+            if each.is_value:  # of the right type
+                raise each
+        expected = [each.expected for each in misfits]
         raise _MisfitError(" or ".join(filter(None, [", ".join(expected[:-1]), expected[-1]])))
 
     return checked

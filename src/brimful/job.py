@@ -123,7 +123,7 @@ class Job:
     """A function that makes the optimizer, or the name of one with its usual defaults. The function receives a
     list of the trainable parameters; if its argument is called `named_parameters`, pairs of name and parameter;
     if it is called `model`, the model: `lambda model: AdamW(decay_groups(model))`."""
-    count: Callable[[Batch], Tensor | int] | None = None
+    count: Callable[[Batch], Tensor | float] | None = None
     """`count(batch)`: the number of what `loss` averages over, such as the tokens that are not padding; None
     means samples."""
     embed: Callable[[nn.Module, Batch], Any] | None = None

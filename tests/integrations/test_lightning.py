@@ -215,8 +215,8 @@ def test_a_trainer_whose_steps_have_other_samples_is_refused(tmp_path: Path) -> 
     plan = planned(module, loader, micro_batch_size=16, global_batch_size=128)
     with pytest.raises(UsageError, match=r"Pass lightning\.Trainer\(accumulate_grad_batches=2\)"):
         fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)])
+    callback = bfl.PlanCallback(planned(module, loader, micro_batch_size=16))
     with pytest.raises(UsageError, match="for 64 samples a step, and the trainer's steps have 128"):
-        callback = bfl.PlanCallback(planned(module, loader, micro_batch_size=16))
         fitted(module, loader, tmp_path, callbacks=[callback], accumulate_grad_batches=2)
 
 

@@ -190,7 +190,7 @@ def test_an_optimizer_over_the_module_a_job_was_given_is_refused_where_it_is_cop
 
 
 def test_a_plan_is_applied_to_a_module() -> None:
-    with pytest.raises(UsageError, match="model is .*of type function; it must be an nn.Module"):
+    with pytest.raises(UsageError, match=r"model is .*of type function; it must be an nn\.Module"):
         bf.apply(SETTINGS, a_job(), net, sgd(net().parameters()))
 
 

@@ -146,11 +146,11 @@ class Prepared:
         parts = self.settings.gradient_accumulation_steps
         warnings.warn(
             f"a learning-rate schedule is attached to the optimizer, and the plan makes a step of {parts} "
-            f"micro-batches. A loader of micro-batches is {parts} times as long as the number of steps: a schedule "
-            f"built of len(loader) runs {parts} times too slowly, and one stepped after each micro-batch {parts} "
-            "times too fast. Let the loader give the batches of a step, and divide them by "
-            f"`for part, share in prepared.micro_batches(batch)`. Or build the schedule of len(loader) // {parts}, "
-            "and step it after optimizer.step().",
+            f"micro-batches. A loader of micro-batches is {parts} times as long as the number of steps: a "
+            f"schedule built of len(loader) runs {parts} times too slowly, and one stepped after each "
+            f"micro-batch {parts} times too fast. Let the loader give the batches of a step, and divide them "
+            "by `for part, share in prepared.micro_batches(batch)`. Or build the schedule of "
+            f"len(loader) // {parts}, and step it after optimizer.step().",
             stacklevel=2,
         )
 
@@ -249,6 +249,7 @@ class HoldsOptimizer(Protocol):
 
 def unwrapped(optimizer: Optimizer | HoldsOptimizer) -> Optimizer:
     """The optimizer in the wrappers of Accelerate and Lightning."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer
+    found: Any = optimizer
+    while isinstance(inner := getattr(found, "optimizer", None), Optimizer):
+        found = inner
+    return found

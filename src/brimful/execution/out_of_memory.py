@@ -127,12 +127,13 @@ def with_retries(
     Returns:
         What the last attempt returned.
     """
+    ends: tuple[type[Exception], ...] = (PartialUpdateError, OSError, *but)  # a timeout is an OSError
     ran_out: RanOut | None = None
     takes_less = False
     while True:
         try:
             found = unless_out_of_memory(attempt)
-        except (PartialUpdateError, OSError, *but):  # a timeout is an OSError
+        except ends:
             raise
         except Exception as error:
             if not takes_less:

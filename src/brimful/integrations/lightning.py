@@ -54,9 +54,9 @@ _EPOCHS = 1000
 
 
 _MEAN_NOTE = (
-    "Micro-batches weigh by their samples: training_step's loss must be a mean over samples, which PlanCallback "
-    "checks in the first step. For a mean over something else, such as tokens that are not ignored, pass "
-    "micro_batch_size={size} to plan()."
+    "Micro-batches weigh by their samples: training_step's loss must be a mean over samples, which "
+    "PlanCallback checks in the first step. For a mean over something else, such as tokens that are not "
+    "ignored, pass micro_batch_size={size} to plan()."
 )
 
 
@@ -154,8 +154,8 @@ def plan(
         )
     if (options.get("micro_batch_size") or 0) > of_batch:
         raise UsageError(
-            f"micro_batch_size={options['micro_batch_size']} is larger than the loader's batches of {of_batch}. A "
-            "plan divides them, and joins none. Give the loader a larger batch_size."
+            f"micro_batch_size={options['micro_batch_size']} is larger than the loader's batches of "
+            f"{of_batch}. A plan divides them, and joins none. Give the loader a larger batch_size."
         )
     asked: PlanKeywords = {**options, "offload_optimizer": False}
     if world_size > 1:
@@ -164,7 +164,8 @@ def plan(
     with RandomState.kept():
         found = make(**asked)
         if found.settings.micro_batch_size > of_batch:
-            found = make(**{**asked, "micro_batch_size": of_batch})
+            asked["micro_batch_size"] = of_batch
+            found = make(**asked)
     of_loss = _MEAN_NOTE.format(size=of_batch)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
     return replace(found, notes=(*of_lengths, *notes, *_notes_of_few_samples(loader, size)))
@@ -175,7 +176,7 @@ def trainer_options(plan: Plan) -> dict[str, Any]:
     return {"precision": _PRECISIONS[plan.settings.precision.value]}
 
 
-def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:
+def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:  # noqa: ARG001
     """The loader itself, whose batches `PlanCallback` divides where they are trained on.
 
     Args:
@@ -192,14 +193,15 @@ class PlanCallback(Callback):
     """Divides batches into a plan's micro-batches, and puts its unit actions, memory format and optimizer
     implementation in force while Lightning trains.
 
-    A batch of the loader stays one batch for Lightning: `training_step` runs once for each micro-batch, with the
-    same `batch_idx`, and what it logs is logged once, as of the whole batch.
+    A batch of the loader stays one batch for Lightning: `training_step` runs once for each micro-batch, with
+    the same `batch_idx`, and what it logs is logged once, as of the whole batch.
 
     Gradients are cleared before forward. Lightning clears them after it, when they would add to the peak.
 
     **Out of memory.** A step in which memory runs out is undone and taken again, once: with the same samples,
-    random numbers and buffers. `training_step` runs again for its micro-batches. Nothing is retried with fp16, with several processes, and in the update of LBFGS or of another library's optimizer,
-    which may call Lightning's closure several times.
+    random numbers and buffers. `training_step` runs again for its micro-batches. Nothing is retried with fp16,
+    with several processes, and in the update of LBFGS or of another library's optimizer, which may call
+    Lightning's closure several times.
 
     Args:
         plan: The plan.
@@ -317,12 +319,13 @@ def _check_division(module: LightningModule, settings: Settings, batch: Batch) -
     except EquivalenceError as error:
         found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
         raise EquivalenceError(
-            f"{found} To keep the loader's batches whole, pass micro_batch_size={settings.rank_batch_size} to plan()."
+            f"{found} To keep the loader's batches whole, pass micro_batch_size={settings.rank_batch_size} to "
+            "plan()."
         ) from None
 
 
 class PlanningTrainer(Trainer):
-    """Stands for the trainer of a module that is planned for: `configure_optimizers` may read how long it trains.
+    """Stands for the trainer of a planned module: `configure_optimizers` may read how long it trains.
 
     It trains for as many epochs as Lightning does by default. A plan does not depend on it.
 

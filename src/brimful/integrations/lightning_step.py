@@ -160,8 +160,8 @@ def _joined(found: list[Any], samples: list[int], whole: int) -> Any:
     if any(skipped):
         if not all(skipped):
             raise UsageError(
-                "training_step returned None for a part of a batch and a loss for others, so the batch is neither "
-                f"trained on nor skipped. Pass micro_batch_size={whole} to plan()."
+                "training_step returned None for a part of a batch and a loss for others, so the batch is "
+                f"neither trained on nor skipped. Pass micro_batch_size={whole} to plan()."
             )
         return found[-1]
     last = found[-1]

@@ -42,9 +42,9 @@ _Collate = Callable[[list[Any]], Mapping[str, Any]]
 def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int], Batch]:
     """Makes batches that are as large as those of the longest samples, with the trainer's collator.
 
-    The longest come first. The others are distinct samples, spread over the dataset: of a batch of equal samples
-    every loss is the mean of those of its parts. Where the collator makes no equally large batch of them, as
-    without padding, the longest are repeated.
+    The longest come first. The others are distinct samples, spread over the dataset: of a batch of equal
+    samples every loss is the mean of those of its parts. Where the collator makes no equally large batch of
+    them, as without padding, the longest are repeated.
 
     Args:
         trainer: With a `train_dataset`, of which at most `MOST_READ` samples are read, from all its parts;
@@ -264,7 +264,7 @@ def _some_of(samples: Any) -> Iterator[Any]:
 
 
 def _spread(samples: Any, count: int) -> list[Any]:
-    """`count` samples spread over a dataset; the first ones of a stream, again from its start if it is shorter."""
+    """`count` samples spread over a dataset; the first ones of a stream, from its start again if needed."""
     if isinstance(samples, Sized) and hasattr(samples, "__getitem__"):
         return [samples[index * len(samples) // count] for index in range(count)]
     return list(islice(cycle(islice(iter(samples), count)), count))

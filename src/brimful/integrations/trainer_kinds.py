@@ -55,8 +55,9 @@ def check_kind(trainer: Trainer) -> None:
     if not isinstance(trainer, Trainer):
         kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
         raise UsageError(
-            f"this takes a transformers.Trainer, and got a {kind}, which does not derive from it. For a trainer "
-            "with a loop of its own, describe its step as a bf.Job and use bf.prepare or bf.apply in the loop."
+            f"this takes a transformers.Trainer, and got a {kind}, which does not derive from it. For a "
+            "trainer with a loop of its own, describe its step as a bf.Job and use bf.prepare or "
+            "bf.apply in the loop."
         )
     if not hasattr(trainer, "loss_is_scaled_for_ga"):
         raise UsageError(

@@ -185,8 +185,8 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
         )
     if settings.micro_batch_size > size:
         raise UsageError(
-            f"the plan runs {settings.micro_batch_size} samples at a time, and the trainer's batches have {size}: "
-            "a plan divides them, and joins none. Plan again: `plan(trainer, …)`."
+            f"the plan runs {settings.micro_batch_size} samples at a time, and the trainer's batches have "
+            f"{size}: a plan divides them, and joins none. Plan again: `plan(trainer, …)`."
         )
     if settings.precision.value != precision_of(trainer):
         raise UsageError(

@@ -148,7 +148,8 @@ def plan(
             found = make(**asked)
             joining = found.settings.micro_batch_size
             if joining > of_batch:
-                found = make(**{**asked, "micro_batch_size": of_batch})
+                asked["micro_batch_size"] = of_batch
+                found = make(**asked)
         joined = _joining_notes(trainer, joining)
         return replace(
             found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer), *joined)
@@ -196,8 +197,8 @@ def _check_joins_none(trainer: Trainer, asked: int | None) -> None:
     size = int(trainer.args.train_batch_size)
     if asked is not None and asked > size:
         raise UsageError(
-            f"micro_batch_size={asked} is larger than the trainer's batches of {size}. A plan divides them, and "
-            f"joins none. Set per_device_train_batch_size={asked} in TrainingArguments, and fewer "
+            f"micro_batch_size={asked} is larger than the trainer's batches of {size}. A plan divides them, "
+            f"and joins none. Set per_device_train_batch_size={asked} in TrainingArguments, and fewer "
             "gradient_accumulation_steps."
         )
 
@@ -208,8 +209,8 @@ def _joining_notes(trainer: Trainer, joining: int) -> tuple[str, ...]:
     if joining <= args.train_batch_size:
         return ()
     return (
-        f"micro-batches of {joining} would be faster, and the trainer's batches have {args.train_batch_size}: a "
-        "plan divides them, and joins none. To let it choose, set "
+        f"micro-batches of {joining} would be faster, and the trainer's batches have {args.train_batch_size}: "
+        "a plan divides them, and joins none. To let it choose, set "
         f"per_device_train_batch_size={args.train_batch_size * args.gradient_accumulation_steps} and "
         "gradient_accumulation_steps=1 in TrainingArguments",
     )

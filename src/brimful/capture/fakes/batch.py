@@ -70,7 +70,7 @@ class _Shared:
 
     def _add(self, tensor: Tensor) -> Tensor:
         if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dim() and tensor.numel():
-            start = tensor.storage_offset()
+            start = int(tensor.storage_offset())
             end = start + spanned_bytes(tensor) // tensor.element_size()
             self._ends[self._key(tensor)].append((start, end))
         return tensor

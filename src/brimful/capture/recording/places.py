@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._device import _device_constructors  # type: ignore[attr-defined]
+from torch.utils._device import _device_constructors
 
 from brimful.capture.recording.ledger import StorageLedger
 from brimful.replaced import replaced
@@ -110,7 +110,8 @@ class Places:
             if self.is_on_host(tensor):
                 delattr(tensor.untyped_storage(), _MARK)
                 self._ledger.track(tensor, "moved to the device")
-            self._unnamed.pop(self._ledger.index_of(tensor), None)
+            if (index := self._ledger.index_of(tensor)) is not None:
+                self._unnamed.pop(index, None)
             return
         self._has_marks = True
         self._has_named |= place is Place.NAMED

@@ -130,7 +130,7 @@ class Measuring:
     def peak_bytes(self) -> int | None:
         """Reserved bytes at the peak, without the average of the weights, which a plan does not count.
 
-        None if it was not measured, is not of what was planned, or if the allocator's blocks hold the average too.
+        None if it was not measured, is not of what was planned, or if blocks hold the average too.
         """
         average = self._state.average
         has_uncounted = average is not None and self._state.device.type == "cuda"

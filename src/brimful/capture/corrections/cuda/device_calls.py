@@ -130,7 +130,7 @@ class DeviceCalls(Rule):
         return copy
 
     def _copied(self, tensor: Tensor, place: Place) -> Tensor:
-        copy: Tensor = _Copy.apply(tensor, place, self)  # type: ignore[no-untyped-call]
+        copy: Tensor = _Copy.apply(tensor, place, self)
         return copy
 
     def copied(self, tensor: Tensor, place: Place) -> Tensor:
@@ -149,7 +149,7 @@ class _Copy(torch.autograd.Function):
         return rule.copied(tensor, place)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.rule.copied(gradient, ctx.back), None, None
 
 
