@@ -180,7 +180,7 @@ def _of_outputs(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return _weighted(outputs["logits"], labels)
 
 
-def _contrast(logits: Tensor, labels: Tensor) -> Tensor:
+def _contrast(logits: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
     unit = F.normalize(logits, dim=1)
     return F.cross_entropy(unit @ unit.T / 0.1, torch.arange(len(unit)))
 
