@@ -106,7 +106,7 @@ class Prepared:
     def micro_batches(
         self, batch: Batch, *, count: Callable[[Batch], Tensor | float] | None = None
     ) -> Iterator[tuple[Batch, float]]:
-        """Divide a batch of your loader into the plan's micro-batches.
+        """Divide a batch of your loader into the plan's micro-batches::
 
             for batch in loader:  # of as many samples as a step has
                 for part, share in prepared.micro_batches(batch):
