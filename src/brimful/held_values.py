@@ -56,12 +56,12 @@ class HeldValues:
     def restore(self) -> None:
         """Hold what was held then; tensors keep the numbers that were written to them."""
         for container, content in self._containers:
-            if isinstance(container, dict):
+            if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
                 for key in container.keys() - content.keys():
-                    del container[key]
-                container.update(
-                    (key, value) for key, value in content.items() if container.get(key) is not value
-                )
+                    dict.__delitem__(container, key)
+                for key, value in content.items():
+                    if key not in container or container[key] is not value:
+                        dict.__setitem__(container, key, value)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
                     container.clear()

@@ -131,7 +131,7 @@ def test_a_plan_for_another_way_to_shard_is_not_applied(
     settings = Settings(micro_batch_size=8, world_size=2, parallelism=Parallelism.FSDP2)
     plan: Any = SimpleNamespace(settings=settings)
     with pytest.raises(UsageError, match="the plan is for fsdp2, and the trainer's processes train by ddp"):
-        AppliedPlan(plan, own, recovers=True, reports=False)
+        AppliedPlan(plan, own, recovers=True, reports=False, verifies=True)
 
 
 def test_a_plan_without_sharding_is_not_applied_under_fsdp2(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_plan_without_sharding_is_not_applied_under_fsdp2(tmp_path: Path) -> N
     call_sharded(own)
     plan: Any = SimpleNamespace(settings=Settings(micro_batch_size=8))
     with pytest.raises(UsageError, match="the plan is for ddp, and the trainer's processes train by fsdp2"):
-        AppliedPlan(plan, own, recovers=True, reports=False)
+        AppliedPlan(plan, own, recovers=True, reports=False, verifies=True)
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -420,7 +420,7 @@ def train_scaled(
         units=units,
         optimizer_implementation=implementation,
     )
-    plan: Any = SimpleNamespace(settings=settings)
+    plan: Any = SimpleNamespace(settings=settings, sample_sizes=())
     applied = bft.apply(plan, own, report=False)
     train(own)
     applied.remove()
@@ -492,7 +492,9 @@ def test_memory_may_run_out_where_a_norm_is_taken_in_fp32(tmp_path: Path) -> Non
     def run(context: Any) -> tuple[Trainer, Any]:
         own = trainer(tmp_path, max_grad_norm=0.0, callbacks=[During(2, context)])
         own.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
-        plan: Any = SimpleNamespace(settings=Settings(micro_batch_size=4, gradient_accumulation_steps=2))
+        plan: Any = SimpleNamespace(
+            settings=Settings(micro_batch_size=4, gradient_accumulation_steps=2), sample_sizes=()
+        )
         applied = bft.apply(plan, own, report=False)
         train(own)
         return own, applied

@@ -76,8 +76,44 @@ def plan(
         CaptureError: The step cannot be run on fake tensors.
         EquivalenceError: The plan splits the batch, and the loss is not a mean over samples; see `Job.count`.
     """
-    check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
     asked = PlanOptions.of(options)
+    return _planned(job, device, asked, global_batch_size, world_size, num_nodes, network, checks_split=True)
+
+
+@undisturbed()
+@busy("planning")
+@takes_options(PlanOptions, PlanKeywords)
+def plan_of_trainer(
+    job: Job, device: DeviceLike, *, global_batch_size: int, world_size: int, **options: Unpack[PlanKeywords]
+) -> Plan:
+    """Plan as `plan` does, for a trainer that weighs losses itself and checks them in its first step.
+
+    Args:
+        job: As for `plan`.
+        device: As for `plan`.
+        global_batch_size: As for `plan`.
+        world_size: As for `plan`.
+        **options: The fields of `PlanOptions`.
+
+    Returns:
+        The plan, which may divide a batch of which it is not known that its loss is a mean over samples.
+    """
+    asked = PlanOptions.of(options)
+    return _planned(job, device, asked, global_batch_size, world_size, 1, None, checks_split=False)
+
+
+def _planned(
+    job: Job,
+    device: DeviceLike,
+    asked: PlanOptions,
+    global_batch_size: int,
+    world_size: int,
+    num_nodes: int,
+    network: str | float | None,
+    *,
+    checks_split: bool,
+) -> Plan:
+    check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
     target = resolve_device(device)
     longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
     job = longest.job
@@ -100,7 +136,9 @@ def plan(
         is_here = is_of_this_machine(device)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
         found = _searched(capture, request, calibration)
-        is_mean = check_planned_split(job, found.settings, capture(request.baseline_settings()))
+        is_mean = checks_split and check_planned_split(
+            job, found.settings, capture(request.baseline_settings())
+        )
         kind = _kind(job, request, found.settings, capture).key if is_here else None
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
     notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_plan)

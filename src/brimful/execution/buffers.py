@@ -86,7 +86,7 @@ class BufferSnapshot:
             delattr(module, name)
         for kept in self._kept:
             module, name = kept.place
-            if kept.buffer is not None and kept.values is not None:
+            if kept.differs():  # a write raises the version, by which a changing buffer is known
                 with torch.no_grad():
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():
@@ -129,6 +129,12 @@ class _Kept:
         module, name = self.place
         of_module = module._buffers if name in module._buffers else module._parameters
         return of_module.get(name) is not self.buffer or self.is_written()
+
+    def differs(self) -> bool:
+        """Whether it has other values than its copy."""
+        if self.buffer is None or self.values is None:
+            return False
+        return not torch.equal(self.buffer.detach().to(self.values.device), self.values)
 
     def is_written(self) -> bool:
         """Whether there are other values in it."""

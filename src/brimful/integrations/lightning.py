@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from brimful.api import plan as plan_job
+from brimful.api.plans import plan_of_trainer as plan_job
 from brimful.batches import BatchLayout, layout_of
 from brimful.errors import EquivalenceError, UsageError
 from brimful.execution.in_force import Prepared

@@ -23,7 +23,7 @@ from typing import Any, Unpack, cast
 import torch
 from transformers import Trainer
 
-from brimful.api import plan as plan_job
+from brimful.api.plans import plan_of_trainer as plan_job
 from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
