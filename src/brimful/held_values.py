@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -112,9 +112,9 @@ class HeldValues:
         elif isinstance(value, dict | list | tuple | deque):
             if len(value) > _MOST_ENTRIES:
                 return
-            self._seen.add(id(value))
             can_put = not isinstance(value, tuple)
-            if not isinstance(value, tuple):
+            if can_put:  # a tuple made here is gone at once, and the next may have its id
+                self._seen.add(id(value))
                 self._containers.append((value, value.copy()))
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 put = partial(operator.setitem, value, key) if can_put else None
@@ -180,9 +180,12 @@ class HeldSnapshot:
     Args:
         model: Buffers and trained parameters are not copied.
         device: Of the copies; None is each tensor's own.
+        only: Names of the tensors to copy; None copies all.
     """
 
-    def __init__(self, model: nn.Module, device: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, device: str | None = None, *, only: Container[str] | None = None
+    ) -> None:
         self._model = model
         self._held = held = HeldValues(model)
         self._others = others = {id(tensor) for tensor in (*_not_copied(model), *model.buffers())}
@@ -190,6 +193,7 @@ class HeldSnapshot:
             name: value.detach().to(device or value.device, copy=True)
             for name, value in held.values.items()
             if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
+            if only is None or name in only
         }
         self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
 
@@ -202,6 +206,12 @@ class HeldSnapshot:
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
         return name in self._copies
+
+    def lost(self) -> list[str]:
+        """Names of tensors that were written to and have no copy."""
+        values, marks = self._held.values, self._marks
+        written = (name for name, mark in marks.items() if mark != _mark(values[name]))
+        return [name for name in written if isinstance(values[name], Tensor) and name not in self._copies]
 
     def restore(self) -> None:
         """Give everything back, with the numbers that it had."""

@@ -365,14 +365,14 @@ def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | 
     Warns of what others hold, and of a GPU that no build of torch has kernels for.
     """
     if cannot_run_torch(target):
-        warnings.warn(f"{torch_builds_note(target)}", stacklevel=5)
+        warnings.warn(f"{torch_builds_note(target)}", stacklevel=6)
     if budget is not None:
         return parse_bytes(budget)
     memory = memory_here(job, device)
     if memory is None:
         return None
     if memory.is_worth_saying:
-        warnings.warn(memory.describe(), stacklevel=5)
+        warnings.warn(memory.describe(), stacklevel=6)
     return memory.available_bytes
 
 
@@ -395,7 +395,7 @@ def _fastest_format(
         try:
             traces.append(capture(replace(settings, memory_format=other)))
         except (CaptureError, UsageError) as error:
-            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=5)
+            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=6)
     return min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
 
 

@@ -7,8 +7,9 @@ each call. Which values are held, and which storages ops read and write, shows i
 * A tensor that was there before and is written to is state, unless it counts forwards, or the write makes no
   difference when it is done again (`Embedding(max_norm=…)`, clamped weights).
 * A tensor in the place of another is state if the forward read the one before.
-* What is new, such as an entry of a list, is state if another forward reads it.
-* A number that changes is state if another forward compares it, or gives it or what it makes of it to an op.
+* What is new, such as an entry of a list, is state if another forward reads it, and replaces it or adds to it.
+* A number that changes is state if another forward changes it too, and compares it, or gives it or what it
+  makes of it to an op. What is made in the first forward only, such as a table of positions, is a cache.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class CarriedState:
         """Tensors and numbers of which another forward shows whether they are used."""
         self._tensors: dict[str, _Before] = {}
         self._numbers: dict[str, float] = {}
+        self._before: set[str] = set()
+        """Names that were held when another forward began."""
 
     @property
     def is_settled(self) -> bool:
@@ -153,6 +156,7 @@ class CarriedState:
         }
         numbers = [name for name in self._new if name not in tensors]
         held = self._held()
+        self._before = set(held.values)
         for name in numbers:
             note = partial(used.setdefault, name)
             put = held.puts.get(name)
@@ -169,8 +173,22 @@ class CarriedState:
             used.update(dict.fromkeys(self._new))
         else:
             used.update({name: None for name, storages in tensors.items() if storages & first.read})
+            found = tuple(used)  # comparing watched numbers uses them
+            again = self._changed_again()
+            used = {name: None for name in found if name in again}
         self._new.clear()
         self.changed.update({self._plain_name(name): None for name in used})
+
+    def _changed_again(self) -> set[str]:
+        """Names that another forward changed too, or beside which it made others: a cache is made only once."""
+        now = self._held().values
+        beside = {name.rpartition(".")[0] for name in now.keys() - self._before}
+        return {
+            name
+            for name, value in self._new.items()
+            if (now.get(name) is not value if isinstance(value, Tensor) else now.get(name) != value)
+            or (name.rpartition(".")[0] in beside and name.rpartition(".")[2].isdigit())
+        }
 
     def _use_of(self, forward: Callable[[], object]) -> OpUse:
         use = self.use = OpUse(has_numbers=True)

@@ -154,11 +154,12 @@ class LossTerms(Rule):
             )
 
     def _averages(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if name in _MEANS:
-            return True
         given = {
             argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
         } | kwargs
+        if name in _MEANS:
+            dims = given.get("dim")  # without the first, each chosen entry has a mean of its own, as in a norm
+            return not dims or any(dim % max(args[0].dim(), 1) == 0 for dim in dims)
         defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
         reduction = given.get("reduction", defaults.get("reduction"))
         return type(reduction) is int and reduction == _MEAN
@@ -169,8 +170,26 @@ class LossTerms(Rule):
             return self._is_of_batch(args[-1])
         if func is aten.index.Tensor:
             given = [index for index in args[1] if index is not None]
-            return any(index.dtype in (torch.bool, torch.uint8) and self._is_of_batch(index) for index in given)
+            return any(
+                index.dtype in (torch.bool, torch.uint8)
+                and self._is_of_batch(index)
+                and not self._is_even(index)
+                for index in given
+            )
         return False
+
+    def _is_even(self, mask: Tensor) -> bool:
+        """Whether a mask chooses as many entries of each sample, not all, as masked autoencoders do."""
+        try:
+            values = self.recorder.values.known.of(mask)
+        except NotKnownError:
+            return False
+        samples = self.settings.micro_batch_size
+        with _disable_current_modes():
+            if mask.dim() < 2 or len(values) != samples:
+                return False
+            counts = values.bool().reshape(samples, -1).sum(1)
+            return bool((counts == counts[0]).all()) and 0 < int(counts[0]) < values[0].numel()
 
     def _is_of_batch(self, value: Any) -> bool:
         """Whether a tensor is of the batch or computed with it."""

@@ -133,6 +133,12 @@ class CaptureSession:
         Returns:
             The trace, and those tensors with the ones that were found.
         """
+        with self._holding():
+            return self._run(steps, evaluates=evaluates, written_inputs=written_inputs)
+
+    def _run(
+        self, steps: int, *, evaluates: bool, written_inputs: frozenset[str]
+    ) -> tuple[Trace, frozenset[str]]:
         observers, settings = self._observers, self._settings
         micro_batches, written = captured_micro_batches(settings), written_inputs
         with self._patched() as sharded:
@@ -160,7 +166,6 @@ class CaptureSession:
         recorded = recorded or recorded_by(observers.recorder)
         trace = self._trace(settings, steps, micro_batches, recorded)
         applied.remove()
-        self._held.restore()
         return trace, written
 
     @property
@@ -170,6 +175,18 @@ class CaptureSession:
 
     def run_part(self) -> RecordedPart | None:
         """Run a part of one step; None if it cannot be joined to the other part."""
+        with self._holding():
+            return self._run_part()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Afterwards closures and globals hold what they did, also where the step raised."""
+        try:
+            yield
+        finally:
+            self._held.restore()
+
+    def _run_part(self) -> RecordedPart | None:
         with self._patched() as sharded:
             applied = apply_units(self._model, self._settings)
             with self._recording():
@@ -184,7 +201,6 @@ class CaptureSession:
         )
         recorded = None if is_unsure else step.seams.recorded(step.optimizer, self._rules)
         applied.remove()
-        self._held.restore()
         return recorded
 
     def joined(self, settings: Settings, model: RecordedPart, update: RecordedPart) -> Trace:

@@ -38,8 +38,8 @@ class BufferSnapshot:
         self._watches_frozen = not buffers_only and is_mostly_frozen(model)
         """Whether frozen parameters are watched, as they are not copied in the first step."""
         self._held: HeldSnapshot | None = None
-        self._holds_state = not buffers_only
-        """Whether forwards change attributes or a few frozen parameters, or that is not known yet."""
+        self._held_names: set[str] | None = set() if buffers_only else None
+        """Attributes and frozen parameters that forwards were seen to change; None: that is not known yet."""
         self._changing: set[_Place] | None = None
         self._modules: Sequence[nn.Module] = ()
         """Those that were there before the step; none between steps."""
@@ -61,8 +61,8 @@ class BufferSnapshot:
             )
             for place, buffer in self._state(modules)
         ]
-        of_all = "cpu" if self._changing is None else None
-        held = HeldSnapshot(self._model, of_all) if self._holds_state else None
+        names, of_all = self._held_names, "cpu" if self._changing is None else None
+        held = HeldSnapshot(self._model, of_all, only=names) if names is None or names else None
         self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
 
     def release(self) -> None:
@@ -71,7 +71,8 @@ class BufferSnapshot:
             # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
             self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
-        self._holds_state = self._held is not None and bool(self._held.changed())
+        if self._held is not None:
+            self._held_names = (self._held_names or set()) | self._held.changed()
         self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:
@@ -91,15 +92,16 @@ class BufferSnapshot:
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():
                 setattr(module, name, kept.buffer)
+        of_held: list[str] = []
         if self._held is not None:
+            of_held = self._held.lost()
             with torch.no_grad():
                 self._held.restore()
         self._modules, self._kept, self._held = (), [], None
-        if lost:
-            module, name = lost[0]
+        for name in (*(f"{name!r} of {type(module).__name__}" for module, name in lost), *map(repr, of_held)):
             raise PartialUpdateError(
-                f"the buffer or frozen parameter {name!r} of {type(module).__name__} changed for the first "
-                "time in a step that has to be undone, and has no copy. Resume from the last checkpoint."
+                f"the buffer, tensor or frozen parameter {name} changed for the first time in a step that has "
+                "to be undone, and has no copy. Resume from the last checkpoint."
             )
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:

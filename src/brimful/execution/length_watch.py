@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from brimful.batches import BatchLayout, named_tensors, sample_sizes
@@ -79,8 +80,8 @@ class InputWatch:
 
     def before_forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Warn of the first larger input; a hook before `forward`."""
-        if not module.training or not self._by_dims:
-            return
+        if not module.training or not self._by_dims or torch.compiler.is_compiling():
+            return  # in compiled code the comparison would be a guard on shapes, and the warning a graph break
         for name, tensor in (*enumerate(inputs), *named.items()):
             if not isinstance(tensor, Tensor):
                 continue

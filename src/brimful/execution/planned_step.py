@@ -115,7 +115,7 @@ class PlannedStep:
             warnings.warn(
                 f"the plan is for the optimizer {name!r}, and the one given is {type(optimizer).__name__}. "
                 "Its memory is not what the plan predicts.",
-                stacklevel=3,
+                stacklevel=5,
             )
         device = device_of(model)
         self._executor = StepExecutor(

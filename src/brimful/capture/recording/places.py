@@ -52,6 +52,8 @@ _READS_BOTH = frozenset(
 """Ops that take tensors of both places: copies, and indices or lengths on the host."""
 _MAKERS = frozenset(_device_constructors())
 """Functions that make tensors on torch's default device, as torch lists them for `set_default_device`."""
+_BETWEEN = ("brimful.capture.", "brimful.replaced")
+"""How the names of modules begin that stand between code and a capture: `replaced` adds a frame to a call."""
 _SILENT = ("torch.", "brimful.")
 """How the names of modules begin whose code names no place: it passes on the devices of tensors."""
 
@@ -220,7 +222,7 @@ _MARKED = (Place.BATCH, Place.NAMED, Place.HOST)
 def _is_asked_by_torch() -> bool:
     """Whether the call comes from torch or brimful, which pass on the devices of tensors and name none."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and _module_of(frame).startswith("brimful.capture."):
+    while frame.f_back is not None and _module_of(frame).startswith(_BETWEEN):
         frame = frame.f_back
     return _module_of(frame).startswith(_SILENT)
 
@@ -239,7 +241,8 @@ def devices_told() -> Iterator[None]:
 
     def device(fake: FakeTensor) -> torch.device:
         real: torch.device = told.fget(fake)  # type: ignore[attr-defined]
-        is_told = real.type == "cpu" and not _module_of(sys._getframe(1)).startswith(_SILENT)
+        asking = _module_of(sys._getframe(2))  # past `replaced`
+        is_told = real.type == "cpu" and not asking.startswith(_SILENT)
         return DEVICE if is_told and getattr(fake.untyped_storage(), _MARK, None) is None else real
 
     with replaced(FakeTensor, "device", property(device)):
