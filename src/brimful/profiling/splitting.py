@@ -200,7 +200,7 @@ def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
             planned = replace(settings, offload_optimizer=False, expandable_segments=False)
             step_bytes = predict_memory(capture_step(alone, planned, device, steps=1)).peak_allocated_bytes
     except BrimfulError as error:
-        return f"it is not known what {samples} samples together take: {error}"
+        return f"it is not known what {samples} samples together take: {str(error).rstrip('.')}"
     if needed_bytes <= step_bytes:
         return ""
     return (
