@@ -1,8 +1,8 @@
 """What a user gives, checked against type hints: arguments of public functions, and fields of public records.
 
-A check also makes of a value what its hint says: an `int` of NumPy's int64, a member of an enumeration of its
-name, a tuple of a list. Text is never a truth value, and NaN is no number. Names that a module imports for type
-checkers alone are taken from torch if it is loaded; what is unknown still is not checked.
+A check also converts a value to its hint: NumPy's int64 to an `int`, a name to a member of an enumeration, a
+list to a tuple. Text is never a truth value, and NaN is not a number. Names that a module imports for type
+checkers alone are taken from torch if it is loaded; what is unknown even so is not checked.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def fresh(path: Path) -> Path:
-    """A path to write a file anew: nothing has this name any more.
+    """A path for a new file, freed of what had this name.
 
     Args:
         path: A file or a link there is deleted; writing to a link would change the file that it points to.

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 _MEAN = 1
 """Among ATen's reductions (Reduction.h)."""
 _DEFAULT_IGNORED = -100
-"""What torch ignores unless it is told otherwise; evidence only if a label has it."""
+"""The label that torch ignores by default; evidence only if a label has it."""
 _OF_SHAPES = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 )

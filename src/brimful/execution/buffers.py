@@ -30,7 +30,7 @@ class BufferSnapshot:
 
     Args:
         model: Its state.
-        buffers_only: Whether frozen parameters and attributes are no part of it.
+        buffers_only: Leave out frozen parameters and attributes.
     """
 
     def __init__(self, model: nn.Module, *, buffers_only: bool = False) -> None:

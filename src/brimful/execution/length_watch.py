@@ -1,4 +1,4 @@
-"""Tells when a batch of training is larger than planned, in another dimension than that of the samples."""
+"""Warns when a batch of training is larger than planned, in another dimension than that of the samples."""
 
 from __future__ import annotations
 

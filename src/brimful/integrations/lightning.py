@@ -149,7 +149,7 @@ def plan(
     size = global_batch_size or of_batch * world_size
     if size % (of_batch * world_size):
         raise UsageError(
-            f"global_batch_size={size} is no multiple of the loader's batches of {of_batch} samples in "
+            f"global_batch_size={size} is not a multiple of the loader's batches of {of_batch} samples in "
             f"{world_size} processes, of which a step has accumulate_grad_batches."
         )
     if (options.get("micro_batch_size") or 0) > of_batch:
@@ -287,7 +287,7 @@ class PlanCallback(Callback):
 
 
 def _batch_size(loader: Any) -> int | None:
-    """Samples of a loader's batches; None if only they tell."""
+    """Samples of a loader's batches; None if only the batches show it."""
     size = getattr(loader, "batch_size", None) or getattr(
         getattr(loader, "batch_sampler", None), "batch_size", None
     )

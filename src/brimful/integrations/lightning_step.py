@@ -113,7 +113,7 @@ class _Logged:
 
     @contextmanager
     def by(self, samples: int) -> Iterator[None]:
-        """Within, what is logged is that of a part of so many samples."""
+        """Within, values are logged as those of a part with this number of samples."""
         with ExitStack() as changes:
             for place, module in enumerate(self._modules):
                 changes.enter_context(replaced(module, "log", partial(self._keep, place, samples)))

@@ -100,7 +100,7 @@ def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = N
     Args:
         job: Computes the loss.
         model: Any.
-        carried: Is told of ops.
+        carried: Receives each op.
     """
     buffers, held, writes = (
         BufferSnapshot(model, buffers_only=True),
@@ -121,7 +121,7 @@ class _KeptStorages(EagerDispatchMode):
     """Within, what is there already is copied to the host before an op writes to it.
 
     Args:
-        carried: Is told of ops.
+        carried: Receives each op.
     """
 
     def __init__(self, carried: CarriedState | None) -> None:

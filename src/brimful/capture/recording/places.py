@@ -32,7 +32,7 @@ from brimful.trace import Category
 aten = torch.ops.aten
 
 DEVICE = torch.device("cpu", 0)
-"""The device that code is told of a tensor on the GPU. `torch.device("cpu")`, without an index, is the host."""
+"""The device that code sees for a tensor on the GPU. `torch.device("cpu")`, without an index, is the host."""
 
 _MARK = "_brimful_host"
 """Attribute of storages on the host."""
@@ -233,7 +233,7 @@ def _module_of(frame: FrameType) -> str:
 
 @contextmanager
 def devices_told() -> Iterator[None]:
-    """Tell code that fakes are on `DEVICE`: what it asks to be there is told from what it asks on the host.
+    """Report to code that fakes are on `DEVICE`, which distinguishes what it puts there and on the host.
 
     Torch's own code compares the devices of fakes with others, and gets the CPU.
     """
