@@ -94,7 +94,7 @@ def traced_by_fx() -> bf.Job:
     )
 
 
-@job_case(1024)
+@job_case(1024, refused="nn.DataParallel")
 def in_data_parallel() -> bf.Job:
     return bf.Job(model=lambda: nn.DataParallel(mlp(64, 256, 256, 256, 10)), loss=classify, batch=vectors)
 

@@ -10,6 +10,7 @@ from silent_errors import (
     steps,
     surroundings,
     trainers,
+    words,
 )
 from silent_errors.case import Case
 
@@ -21,4 +22,5 @@ CASES: tuple[Case, ...] = (
     *steps.CASES,
     *surroundings.CASES,
     *trainers.CASES,
+    *words.CASES,
 )

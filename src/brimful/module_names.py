@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from brimful.errors import UsageError
 from brimful.wrapper_tensors import with_inner_tensors
 
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
@@ -137,3 +138,24 @@ def _inner_name(module: nn.Module) -> str | None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__qualname__) == _COMPILED
+
+
+def check_runs_on_one_device(model: nn.Module, *, job: str) -> None:
+    """Refuse a model that spreads a batch over several GPUs of one process, which is not predicted.
+
+    Args:
+        model: A model, wrapped or with wrappers inside.
+        job: Named in the error.
+
+    Raises:
+        UsageError: The model is or contains an `nn.DataParallel`, except on one given GPU.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) != 1:
+            what = f"{name!r} in the model of {job!r}" if name else f"the model of {job!r}"
+            raise UsageError(
+                f"{what} is an nn.DataParallel, which divides each batch over all GPUs of one process and "
+                "gathers the outputs on the first. That is not predicted, planned or trained. Give the module "
+                "inside (`.module`), for one GPU, or for several with world_size=N and "
+                "DistributedDataParallel, one process per GPU."
+            )

@@ -27,6 +27,7 @@ from brimful.execution.setup import set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
+from brimful.module_names import check_runs_on_one_device
 from brimful.optimizers import (
     check_dense_gradients,
     check_needs_no_closure,
@@ -107,6 +108,7 @@ class PlannedStep:
                 f"{job.name}: the plan is to be applied to an object of type {type(model).__name__}, not to an "
                 "nn.Module."
             )
+        check_runs_on_one_device(model, job=job.name)
         check_parameters(optimizer, model.parameters(), job=job.name)
         check_needs_no_closure(optimizer, job=job.name)
         check_dense_gradients(optimizer, model)

@@ -13,6 +13,7 @@ from brimful.errors import UsageError
 from brimful.execution.attached import copied_model, stay_trainable
 from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
+from brimful.module_names import check_runs_on_one_device
 from brimful.settings import Settings
 
 _IN_TORCH = re.compile(r"auto|(cpu|cuda)(:\d+)?")
@@ -137,6 +138,7 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
             weights are packed so that they cannot be trained.
     """
     if isinstance(job.model, nn.Module):
+        check_runs_on_one_device(job.model, job=job.name)
         if job.weights is not None:
             raise UsageError(
                 f"{job.name!r} has `weights` to load and a model that is built already. Give a function that "
@@ -154,6 +156,7 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
     model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    check_runs_on_one_device(model, job=job.name)
     stay_trainable(model)
     if job.weights is not None:
         job.weights(model)

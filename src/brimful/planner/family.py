@@ -187,15 +187,15 @@ class CandidateFamily:
         recomputed = uniform_actions(units, Action.RECOMPUTE)
         tried = [kept.settings]
         if len(self._sizes) > 1:
-            # Of many sizes, this one is captured anyway; but a job may not make batches of just any size.
+            # Of many sizes, this one is captured anyway; but neither a job nor its model need accept it.
             small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
             tried.insert(0, small)
         for settings in tried:
             try:
                 self._capture(replace(settings, units=recomputed))
-            except BatchError:
-                continue
-            except CaptureError as error:
+            except (BatchError, CaptureError) as error:
+                if settings is not kept.settings or isinstance(error, BatchError):
+                    continue
                 self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
                 return ()
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -33,12 +33,25 @@ class Capture(Protocol):
         """The trace of `steps` optimizer steps."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The line through two captures, if they run the same ops."""
+
+    line: TraceLine | None = None
+    multiple: int = 1
+    """Of the two sizes, and so of those that the model is known to accept."""
+    fails: bool = False
+    """Whether the step fails at one of the sizes."""
+
+
 class ScaledTraces:
     """Traces of one job at any micro-batch size.
 
     Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
-    inside is computed from the scaled sizes. So two captures give every size exactly. If the two run different
-    ops, or the job makes no batches of such sizes, each size is captured separately; so is size 1.
+    inside is computed from the scaled sizes. So two captures give every size exactly. A model may accept some
+    sizes only, such as even ones: if it fails at the two sizes and not at the one asked for, the same multiple
+    of both serves, by the least divisor of the size asked for at which both run. If the two run different ops,
+    or there is no such divisor, each size is captured separately; so is size 1.
 
     Args:
         capture: Runs a step on fake tensors.
@@ -48,7 +61,7 @@ class ScaledTraces:
 
     def __init__(self, capture: Callable[[Settings], Trace]) -> None:
         self._capture = capture
-        self._lines: dict[Settings, TraceLine | None] = {}
+        self._lines: dict[Settings, _Line] = {}
 
     def at(self, settings: Settings) -> Trace:
         """The trace of a step.
@@ -75,20 +88,33 @@ class ScaledTraces:
 
     def _line(self, settings: Settings) -> TraceLine | None:
         """The line through captures at two sizes that run the same ops; None if there are none."""
-        key = replace(settings, micro_batch_size=self.sizes[0])
-        if key not in self._lines:
-            try:
-                self._lines[key] = self._captured_line(key)
-            except (CaptureError, BatchError):  # a job may not make batches of just any size
-                self._lines[key] = None
-        return self._lines[key]
+        key = replace(settings, micro_batch_size=1)
+        found = self._lines.get(key)
+        if found is None:
+            found = self._lines[key] = self._captured_line(key, 1)
+        size = settings.micro_batch_size
+        if found.line is None and found.fails and self._runs(settings):
+            multiples = (self._captured_line(key, n) for n in range(2, size + 1) if size % n == 0)
+            found = self._lines[key] = next((each for each in multiples if not each.fails), _Line())
+        return found.line if size % found.multiple == 0 else None
 
-    def _captured_line(self, key: Settings) -> TraceLine | None:
-        small = self._capture(key)
-        if small.couples_samples:  # its loss is not affine in the micro-batch
-            return None
-        large = self._capture(replace(key, micro_batch_size=self.sizes[1]))
-        return TraceLine(small, large) if small.has_same_shape_as(large) else None
+    def _runs(self, settings: Settings) -> bool:
+        try:
+            self._capture(settings)
+        except (CaptureError, BatchError):
+            return False
+        return True
+
+    def _captured_line(self, key: Settings, multiple: int) -> _Line:
+        at_small, at_large = (replace(key, micro_batch_size=multiple * size) for size in self.sizes)
+        try:
+            small = self._capture(at_small)
+            if small.couples_samples:  # its loss is not affine in the micro-batch
+                return _Line()
+            large = self._capture(at_large)
+        except (CaptureError, BatchError):
+            return _Line(fails=True)
+        return _Line(TraceLine(small, large) if small.has_same_shape_as(large) else None, multiple)
 
 
 class DerivedTraces(ScaledTraces):
@@ -115,7 +141,7 @@ class DerivedTraces(ScaledTraces):
         return super().at(settings)
 
     def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
-        at_small = replace(settings, micro_batch_size=self.sizes[0])
+        at_small = replace(settings, micro_batch_size=kept.small.settings.micro_batch_size)
         if at_small not in self._counterparts:
             self._counterparts[at_small] = Counterparts(self._capture(at_small), kept)
         trace = self._counterparts[at_small].at(settings.micro_batch_size)

@@ -34,7 +34,8 @@ from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
-from brimful.replaced import replaced
+from brimful.module_names import check_runs_on_one_device
+from brimful.replaced import replace_attribute, replaced
 from brimful.trace import Guess
 from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
@@ -64,6 +65,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         CaptureError: The model cannot be built without its weights.
     """
     if isinstance(job.model, nn.Module):
+        check_runs_on_one_device(job.model, job=job.name)
         wrapper = Wrapper()
         fakes = {id(tensor): to_fake(tensor, mode, wrapper=wrapper) for tensor in _tensors(job.model)}
         for tensor in job.model.buffers():
@@ -90,6 +92,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    check_runs_on_one_device(model, job=job.name)
     quantise(model, "meta")
     _replace_tensors(model, mode, known)
     stay_trainable(model)
@@ -117,6 +120,8 @@ def _parameters_on_meta() -> Iterator[None]:
         replaced(nn.Module, "to", _without_device(nn.Module.to)),
         replaced(nn.Module, "cuda", _quantised),
     ):
+        # Not by `replaced`: it stands in for what is read. Only an assignment that would raise becomes another.
+        stack.callback(replace_attribute(Tensor, "data", _data_on_meta()))
         yield
 
 
@@ -135,6 +140,19 @@ def _drawn_if_real(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return draw(tensor, *args, **options)
 
     return drawn
+
+
+def _data_on_meta() -> property:
+    """`Tensor.data`, of which a tensor on `meta` takes the shape, strides and type of a real one alone.
+
+    Initialisers that draw or copy weights set it: `layer.weight.data = torch.randn(8, 8)`.
+    """
+    own: Any = Tensor.data
+
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        own.__set__(tensor, torch.Tensor.to(value.detach(), "meta") if tensor.is_meta else value)
+
+    return property(own.__get__, set_data, own.__delete__)
 
 
 def _without_device(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
