@@ -22,13 +22,16 @@ from torch import Tensor, nn
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
+_TRAINERS = ("pytorch_lightning", "accelerate", "peft", "trl", "datasets", "wandb")
 _OF_LIBRARIES = frozenset(
-    {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}
+    {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning", *_TRAINERS}
 ) - {"__main__"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
 """Longer lists are data, such as a vocabulary; nothing in them is looked at. A choice."""
+_MOST_IN_ALL = 2**15
+"""Entries of all lists of one walk; nested rows of data have more. A choice."""
 
 
 class HeldValues:
@@ -48,6 +51,7 @@ class HeldValues:
         """Dicts and lists, and closures' cells, with copies of what is in them."""
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
+        self._left = _MOST_IN_ALL
         for path, module in model.named_modules():
             self._add_module(path, module)
         for name, other in (others or {}).items():
@@ -110,10 +114,11 @@ class HeldValues:
             for path, module in value.named_modules():
                 self._add_module(_joined(name, path), module)
         elif isinstance(value, dict | list | tuple | deque):
-            if len(value) > _MOST_ENTRIES:
+            if len(value) > min(_MOST_ENTRIES, self._left):
                 return
+            self._left -= len(value)
             can_put = not isinstance(value, tuple)
-            if can_put:  # a tuple made here is gone at once, and the next may have its id
+            if not isinstance(value, tuple):  # one made here is gone at once, and the next may have its id
                 self._seen.add(id(value))
                 self._containers.append((value, value.copy()))
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):

@@ -139,8 +139,8 @@ class Job:
     """`shard(model, mesh)`: your own calls of `fully_shard` under FSDP2, the last one on the model itself,
     which the loss then has to call. It decides types and resharding too. None shards the model's repeated
     blocks."""
-    data: Callable[[], Data] | None = None
-    """Returns the training and validation data; only training needs it. Predictions read some of the training
+    data: Callable[[], Data] | Data | None = None
+    """Returns the training and validation data, or is them; only training needs it. Predictions read some of the training
     data, for at most two seconds, to find its longest batch."""
     metrics: Callable[..., Mapping[str, Tensor | float]] | None = None
     """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``. With `embed`

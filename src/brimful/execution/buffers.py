@@ -87,8 +87,8 @@ class BufferSnapshot:
             delattr(module, name)
         for kept in self._kept:
             module, name = kept.place
-            if kept.differs():  # a write raises the version, by which a changing buffer is known
-                with torch.no_grad():
+            if kept.buffer is not None and kept.values is not None and kept.differs():
+                with torch.no_grad():  # raises the version, by which a changing buffer is known
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():
                 setattr(module, name, kept.buffer)
