@@ -140,8 +140,8 @@ class Job:
     which the loss then has to call. It decides types and resharding too. None shards the model's repeated
     blocks."""
     data: Callable[[], Data] | Data | None = None
-    """Returns the training and validation data, or is them; only training needs it. Predictions read some of the training
-    data, for at most two seconds, to find its longest batch."""
+    """Returns the training and validation data, or is them; only training needs it. Predictions read some of
+    the training data, for at most two seconds, to find its longest batch."""
     metrics: Callable[..., Mapping[str, Tensor | float]] | None = None
     """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``. With `embed`
     it may be `metrics(embeddings)`, of all samples of a validation batch, such as a retrieval accuracy."""
