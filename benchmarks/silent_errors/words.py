@@ -14,6 +14,7 @@ from silent_errors.case import Case, Verdict, WrongError
 
 SIZES = "models that accept some micro-batch sizes only"
 REPLICAS = "models in nn.DataParallel"
+PAGED = "optimizers whose state is paged"
 SET_DATA = "weights set by `.data` while a model is built"
 
 _MIB = 2**20
@@ -174,7 +175,30 @@ def _same_as_built(change: Callable[[nn.Sequential], None]) -> Verdict:
     return Verdict.RIGHT
 
 
+def _paged(name: str, is_paged: bool) -> Verdict:
+    """Whether the state that CUDA may move to the host is stated, of what has any."""
+    import bitsandbytes
+
+    make = getattr(bitsandbytes.optim, name)
+    job = bf.Job(
+        model=lambda: nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)),
+        loss=_mean_square,
+        batch=lambda n: torch.randn(n, 512),
+        optimizer=lambda parameters: make(parameters, lr=1e-3),
+    )
+    said = bf.estimate(job, "RTX 3090", micro_batch_size=4).uncertain
+    if is_paged != any("paged" in each for each in said):
+        raise WrongError(f"of {name} is said: {said}")
+    return Verdict.STATED if is_paged else Verdict.RIGHT
+
+
 CASES = (
+    Case(PAGED, "AdamW", lambda: _paged("PagedAdamW", True)),
+    Case(PAGED, "AdamW in 8 bits", lambda: _paged("PagedAdamW8bit", True)),
+    Case(PAGED, "AdamW in 32 bits", lambda: _paged("PagedAdamW32bit", True)),
+    Case(PAGED, "Lion", lambda: _paged("PagedLion", True)),
+    Case(PAGED, "Lion in 8 bits", lambda: _paged("PagedLion8bit", True)),
+    Case(PAGED, "control: not paged", lambda: _paged("AdamW8bit", False)),
     Case(SIZES, "pairs, by an assertion", lambda: _recomputes(2, _by_assertion)),
     Case(SIZES, "pairs, by a reshape", lambda: _recomputes(2, _by_reshape, optimizer="adamw", samples=2048)),
     Case(SIZES, "groups of 4", lambda: _recomputes(4, _by_value_error, activation=nn.SiLU)),

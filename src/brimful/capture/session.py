@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 
 from brimful.batches import layout_of, named_tensors
 from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
@@ -52,6 +53,7 @@ from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_
 from brimful.execution.precision import autocast
 from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
+from brimful.quantities import format_bytes
 from brimful.settings import Settings
 from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
@@ -325,7 +327,11 @@ class CaptureSession:
             events=to_events(recorded.blocks, recorded.events),
             module_classes=self._modules.classes,
             corrections=tuple(rule.record() for rule in self._rules),
-            uncertain_ops=(*facts.all_uncertain, *([_ASSUMED] if self._known.has_assumed else [])),
+            uncertain_ops=(
+                *facts.all_uncertain,
+                *([_ASSUMED] if self._known.has_assumed else []),
+                *([] if self._captured is None else _paged(self._captured.optimizer)),
+            ),
             compiled_lines=self._observers.compiled.lines,
             batch_coupled_modules=(*coupling.batch_norms(), *coupling.stateful()),
             stateful_modules=coupling.stateful(),
@@ -377,3 +383,15 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
 
 def _convolves(ops: Iterable[Op]) -> bool:
     return any(isinstance(extents_of(op.extents), Convolution) for op in ops)
+
+
+def _paged(optimizer: Optimizer) -> tuple[str, ...]:
+    """That CUDA may move a paged optimizer's state to the host.
+
+    Source: bitsandbytes/optim/optimizer.py, Optimizer8bit.get_state_buffer: of parameters from 1e5 numbers on.
+    """
+    if not getattr(optimizer, "is_paged", False):
+        return ()
+    states = [state.values() for parameter, state in optimizer.state.items() if parameter.numel() >= 1e5]
+    size_bytes = sum(v.numel() * v.element_size() for state in states for v in state if torch.is_tensor(v))
+    return (f"the paged optimizer's state, of which up to {format_bytes(size_bytes)} may be in host memory",)
