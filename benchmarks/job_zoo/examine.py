@@ -301,8 +301,9 @@ def _judge(case: JobCase, row: Row) -> None:
         if found is not None:
             _judge_memory(case, row, what, found)
             _judge_mathematics(case, row, what, found)
-    if row.warned and not row.doubts and not row.draws:
-        row.wrongs.append(f"warns of an equal plan: {row.warned[0]}")
+    of_results = [each for each in row.warned if not each.startswith("a batch is larger than planned")]
+    if of_results and not row.doubts and not row.draws:
+        row.wrongs.append(f"warns of an equal plan: {of_results[0]}")
     if row.wrongs:
         row.status, row.why = WRONG, "; ".join(row.wrongs)
     elif row.refusals:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
-_TRAINERS = ("pytorch_lightning", "accelerate", "peft", "trl", "datasets", "wandb")
+_TRAINERS = ("pytorch_lightning", "accelerate", "peft", "trl", "datasets", "wandb", "deepspeed")
 _OF_LIBRARIES = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning", *_TRAINERS}
 ) - {"__main__"}
+_MISSING = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
@@ -64,7 +65,7 @@ class HeldValues:
                 for key in container.keys() - content.keys():
                     dict.__delitem__(container, key)
                 for key, value in content.items():
-                    if key not in container or container[key] is not value:
+                    if dict.get(container, key, _MISSING) is not value:
                         dict.__setitem__(container, key, value)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
@@ -120,8 +121,8 @@ class HeldValues:
             can_put = not isinstance(value, tuple)
             if not isinstance(value, tuple):  # one made here is gone at once, and the next may have its id
                 self._seen.add(id(value))
-                self._containers.append((value, value.copy()))
-            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                self._containers.append((value, _entries(value)))
+            for key, each in dict.items(value) if isinstance(value, dict) else enumerate(tuple(value)):
                 put = partial(operator.setitem, value, key) if can_put else None
                 self._add(_joined(name, str(key)), each, put)
         elif kind is MethodType:
@@ -170,6 +171,11 @@ def _is_of_library(thing: Any) -> bool:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
+
+
+def _entries(container: dict[Any, Any] | list[Any] | deque[Any]) -> dict[Any, Any] | list[Any]:
+    """What a container holds; classes of libraries may have other ways to copy or to get an entry."""
+    return dict.copy(container) if isinstance(container, dict) else list(container)
 
 
 def _are_two(one: Any, other: Any) -> bool:

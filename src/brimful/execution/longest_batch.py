@@ -101,6 +101,8 @@ def _draws_of(job: Job, samples: int) -> _Draws:
         first = make_batch(job, few)
     except Exception:  # it may want an even number, or make one number alone
         few, first = samples, make_batch(job, samples)
+    if few != samples and layout_of(job, whole=few, expected=few).why_whole(first) is not None:
+        few, first = samples, make_batch(job, samples)  # no size of it is one of a sample
     found = _compared([first, *_repeated(partial(make_batch, job, few), MOST_FEW, FEW_SECONDS)], job, few)
     if describe_growth(found.low, found.high) is None or few == samples:
         return found

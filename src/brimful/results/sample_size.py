@@ -57,4 +57,4 @@ def describe_growth(low: Sequence[SampleSize], high: Sequence[SampleSize]) -> tu
         for dim, (few, many) in enumerate(zip(least.shape, most.shape, strict=True)):
             if few is not None and many is not None and many > few:
                 return f"dimension {dim} of {most.name}", str(few), str(many)
-    return f"{most.name}, in elements for each sample,", f"{least.elements:.0f}", f"{most.elements:.0f}"
+    return f"{most.name}, in elements for each sample,", f"{least.elements:.4g}", f"{most.elements:.4g}"
