@@ -201,6 +201,6 @@ def test_reading_that_ran_out_of_memory_is_recorded(tmp_path):
             found.append(result)
 
     fault = short_in("__getitem__", from_number=12)
-    fault._fails = lambda _name, _args: not fault.raised and len(fault.ops) > 400 and is_within("__getitem__")
+    fault._fails = lambda _name, _args: not fault.raised and len(fault.ops) > 900 and is_within("__getitem__")
     fit(tmp_path / "run", around=fault, callbacks=[Keep()])
     assert [(each.during, each.step) for each in found[0].recoveries] == [("reading", 2)]
