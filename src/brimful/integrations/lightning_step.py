@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
-from brimful.replaced import replaced
+from brimful.replaced import replace_attribute
 
 _CONTAINERS = (dict, list, set, deque)
 _HOOK = "training_step"
@@ -116,7 +116,7 @@ class _Logged:
         """Within, values are logged as those of a part with this number of samples."""
         with ExitStack() as changes:
             for place, module in enumerate(self._modules):
-                changes.enter_context(replaced(module, "log", partial(self._keep, place, samples)))
+                changes.callback(replace_attribute(module, "log", partial(self._keep, place, samples)))
             yield
 
     def log(self) -> None:

@@ -27,7 +27,7 @@ from brimful.integrations.trainer_modules import model_of
 from brimful.integrations.trainer_parts import IGNORED_LABEL, shares_of_loss
 from brimful.integrations.trainer_sharding import shards
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.replaced import replaced
+from brimful.replaced import replace_attribute
 
 _uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 """Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
@@ -206,8 +206,11 @@ class DividedLoss:
             found = compute(*args, **kwargs)
             return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
-        with replaced(self._trainer, "compute_loss", weighed) if weight != 1 else nullcontext():
+        restore = replace_attribute(self._trainer, "compute_loss", weighed) if weight != 1 else lambda: None
+        try:
             yield
+        finally:
+            restore()
 
     def _synchronising(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
         """Context of a micro-batch: DDP averages gradients once in a batch, FSDP2 in each micro-batch."""
