@@ -212,6 +212,8 @@ def _check_of(hint: Any) -> Check:
         return _function
     if kind is not tuple and issubclass(kind, Mapping):
         return functools.partial(_instance, Mapping, "a dict")
+    if kind is Iterable:  # of any length, such as a generator; code that takes it reads it once
+        return _iterable
     if issubclass(kind, Iterable) and origin is not None:
         return functools.partial(_several, _element_check(arguments), kind is tuple)
     if issubclass(kind, os.PathLike):
@@ -224,6 +226,12 @@ def _element_check(arguments: tuple[Any, ...]) -> Check:
     of = _check_of(arguments[0]) if arguments else _same
     is_instance = isinstance(of, functools.partial) and of.func is _instance
     return _same if is_instance and not is_dataclass(arguments[0]) else of
+
+
+def _iterable(value: Any) -> Any:
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        raise _MisfitError("a list")
+    return value
 
 
 def _within(check: Check, metadata: Iterable[Any]) -> Check:

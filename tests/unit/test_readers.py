@@ -64,7 +64,7 @@ READERS = {
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},
-    "files.py": {"os.open": LOCK},
+    "files.py": {"os.open": LOCK, "open": OWN},
     "devices/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
     "devices/this_machine.py": {"read_text": SYSTEM},
     "profiling/cache.py": {

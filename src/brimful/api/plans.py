@@ -114,6 +114,8 @@ def _planned(
     checks_split: bool,
 ) -> Plan:
     check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
+    check_count("world_size", world_size)
+    check_count("num_nodes", num_nodes)
     target = resolve_device(device)
     longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
     job = longest.job

@@ -43,6 +43,10 @@ class _Line:
     fails: bool = False
     """Whether the step fails at one of the sizes."""
 
+    def is_known_to_accept(self, size: int, smallest: int) -> bool:
+        """Whether a size is a multiple, and not below the smaller capture: models may refuse few samples."""
+        return size % self.multiple == 0 and size >= self.multiple * smallest
+
 
 class ScaledTraces:
     """Traces of one job at any micro-batch size.
@@ -96,7 +100,7 @@ class ScaledTraces:
         if found.line is None and found.fails and self._runs(settings):
             multiples = (self._captured_line(key, n) for n in range(2, size + 1) if size % n == 0)
             found = self._lines[key] = next((each for each in multiples if not each.fails), _Line())
-        return found.line if size % found.multiple == 0 else None
+        return found.line if found.multiple == 1 or found.is_known_to_accept(size, self.sizes[0]) else None
 
     def _runs(self, settings: Settings) -> bool:
         try:

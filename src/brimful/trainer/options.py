@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -41,7 +41,7 @@ class TrainOptions(LoopOptions):
     """A learning rate `Schedule` over the steps of the run, whose number the data or `steps` must give; or a
     function that makes a scheduler from the optimizer. It is stepped once per optimizer step, but not when fp16
     gradients overflowed and the step was skipped."""
-    callbacks: Sequence[Callback] = ()
+    callbacks: Iterable[Callback] = ()
     """Called after each step and each validation, and at the end."""
     verify: bool = True
     """Before the first step, compare loss, gradients and buffers of a few samples under the plan with those of
@@ -86,7 +86,7 @@ class TrainKeywords(TypedDict, total=False):
     resume: bool
     device: torch.device | str | None
     schedule: Schedule | MakeSchedule | None
-    callbacks: Sequence[Callback]
+    callbacks: Iterable[Callback]
     verify: bool
     show_progress: bool
 

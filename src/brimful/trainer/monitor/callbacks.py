@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from brimful.errors import UsageError
@@ -32,7 +32,7 @@ class Callback:
 _HOOKS = ("on_step", "on_validation", "on_end")
 
 
-def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Check that every callback has all methods of `Callback`.
 
     Args:
@@ -65,7 +65,7 @@ class Callbacks:
         callbacks: The callbacks.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Iterable[Callback]) -> None:
         self._trainer = trainer
         self._callbacks = tuple(callbacks)
 
