@@ -69,7 +69,7 @@ def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     """
     size = int(trainer.args.train_batch_size)
     others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
-    if plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer):
+    if plan.settings.micro_batch_size == size or not loss_is_of_user(trainer):
         return tuple(others)
     of_loss = (
         "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: "
@@ -79,7 +79,7 @@ def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     return (*others, of_loss)
 
 
-def _loss_is_of_user(trainer: Trainer) -> bool:
+def loss_is_of_user(trainer: Trainer) -> bool:
     """Whether the loss is computed by code of the user: a function, a trainer's class, or the model's."""
     of_loss = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     if trainer.compute_loss_func is not None or not _is_of_library(of_loss):

@@ -23,6 +23,7 @@ from typing import Any, Unpack, cast
 import torch
 from transformers import Trainer
 
+from brimful.api.plans import plan as plan_checked
 from brimful.api.plans import plan_of_trainer as plan_job
 from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
@@ -32,7 +33,7 @@ from brimful.integrations.trainer_batches import few_samples_notes, reading_note
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import division_notes, notes_for_trainer
+from brimful.integrations.trainer_loss import division_notes, loss_is_of_user, notes_for_trainer
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.integrations.trainer_sharding import (
     parallelism_of,
@@ -139,7 +140,7 @@ def plan(
     def planned() -> Plan:
         with permitted_in_process_group(), RandomState.kept():  # the trainer was seeded when it was made
             make = partial(
-                plan_job,
+                plan_checked if loss_is_of_user(trainer) else plan_job,
                 job(trainer, longest=longest),
                 device,
                 global_batch_size=size,
