@@ -36,6 +36,7 @@ _POSITIVE = (
 _OPTIONAL_WHERE_WRITTEN = (
     *("model_flops", "peak_flops_per_second", "source", "optimizer", "op", "kernel", "most_bytes"),
     *("predicted_step_seconds_interval", "predicted_difference_interval_seconds"),
+    *("predicted_exceedance_probability", "job_kind", "job_calibration", "shape"),
     *(
         "optimizer_implementation",
         "chunked_loss",

@@ -16,6 +16,7 @@ SIZES = "models that accept some micro-batch sizes only"
 REPLICAS = "models in nn.DataParallel"
 PAGED = "optimizers whose state is paged"
 SET_DATA = "weights set by `.data` while a model is built"
+EXISTING = "functions that return a model that is there"
 
 _MIB = 2**20
 _WIDTH = 256
@@ -175,6 +176,70 @@ def _same_as_built(change: Callable[[nn.Sequential], None]) -> Verdict:
     return Verdict.RIGHT
 
 
+# Functions that return modules which others hold: nothing may be changed in them.
+
+
+def _norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(_WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, _WIDTH))
+
+
+def _is_left_alone(
+    there: nn.Module, model: Callable[[], nn.Module], asked: Callable[[bf.Job], object]
+) -> Verdict:
+    """`there`, of which `model` returns all or a part, is afterwards what it was."""
+    tensors = {**dict(there.named_parameters()), **dict(there.named_buffers())}
+    before = {name: (type(each), each.detach().clone()) for name, each in tensors.items()}
+    is_training = there.training
+    asked(_job(model))
+    after = {**dict(there.named_parameters()), **dict(there.named_buffers())}
+    for name, (kind, values) in before.items():
+        if after[name] is not tensors[name] or type(after[name]) is not kind:
+            raise WrongError(f"{name} is another tensor, a {type(after[name]).__name__}")
+        if not torch.equal(after[name], values):
+            raise WrongError(f"{name} has other values")
+    if there.training is not is_training or any(each.grad is not None for each in there.parameters()):
+        raise WrongError("gradients or the training mode are left behind")
+    return Verdict.RIGHT
+
+
+def _existing(asked: Callable[[bf.Job], object]) -> Verdict:
+    there = _norms().eval()
+    return _is_left_alone(there, lambda: there, asked)
+
+
+def _existing_part() -> Verdict:
+    """A frozen encoder that is loaded once, under a head that is built each time."""
+    encoder = _norms().requires_grad_(False)
+    return _is_left_alone(
+        encoder,
+        lambda: nn.Sequential(encoder, nn.Linear(_WIDTH, 4)),
+        lambda job: bf.plan(job, "T4", global_batch_size=16),
+    )
+
+
+def _existing_buffers() -> Verdict:
+    scale = nn.BatchNorm1d(_WIDTH, affine=False)
+    return _is_left_alone(
+        scale,
+        lambda: nn.Sequential(nn.Linear(_WIDTH, _WIDTH), scale),
+        lambda job: bf.measure(job, bf.Settings(micro_batch_size=8)),
+    )
+
+
+def _existing_in_training() -> Verdict:
+    """The check of the first step captures the job, whose function returns what is trained."""
+    there = _norms()
+    job = _job(lambda: there)
+    optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
+    step = bf.apply(bf.Settings(micro_batch_size=4, gradient_accumulation_steps=2), job, there, optimizer)
+    before = [each.detach().clone() for each in there.parameters()]
+    step(torch.randn(8, _WIDTH))
+    after = list(there.parameters())
+    if not all(type(each) is nn.Parameter for each in after) or all(map(torch.equal, before, after)):
+        raise WrongError("the step did not train the model")
+    return Verdict.RIGHT
+
+
 def _paged(name: str, is_paged: bool) -> Verdict:
     """Whether the state that CUDA may move to the host is stated, of what has any."""
     import bitsandbytes
@@ -193,6 +258,23 @@ def _paged(name: str, is_paged: bool) -> Verdict:
 
 
 CASES = (
+    Case(EXISTING, "an estimate", lambda: _existing(lambda job: bf.estimate(job, "T4", micro_batch_size=8))),
+    Case(EXISTING, "the first step", _existing_in_training),
+    Case(
+        EXISTING,
+        "a measurement",
+        lambda: _existing(lambda job: bf.measure(job, bf.Settings(micro_batch_size=8))),
+    ),
+    Case(
+        EXISTING,
+        "verification",
+        lambda: _existing(
+            lambda job: bf.verify(job, bf.Settings(micro_batch_size=8, precision="bf16"), device="cpu")
+        ),
+    ),
+    Case(EXISTING, "a plan", lambda: _existing(lambda job: bf.plan(job, "cpu", global_batch_size=16))),
+    Case(EXISTING, "a part, planned", _existing_part),
+    Case(EXISTING, "a layer with buffers only, measured", _existing_buffers),
     Case(PAGED, "AdamW", lambda: _paged("PagedAdamW", True)),
     Case(PAGED, "AdamW in 8 bits", lambda: _paged("PagedAdamW8bit", True)),
     Case(PAGED, "AdamW in 32 bits", lambda: _paged("PagedAdamW32bit", True)),

@@ -1,7 +1,8 @@
 """What a model and its loss hold from one forward to the next: tensors and numbers, each by its name.
 
 Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and
-the closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
+the closures and global names of functions. Objects and functions of libraries are taken to hold nothing. So are
+objects whose class derives from one of torch, such as datasets and dispatch modes: torch keeps state in them.
 
 Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
 2.13).
@@ -132,7 +133,7 @@ class HeldValues:
             self._add(name, (value.func, value.args, value.keywords))
         elif kind is FunctionType:
             self._add_function(name, value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_of_library(kind):
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _derives_from_library(kind):
             self._seen.add(id(value))
             self._add(name, vars(value))
             self._add(name, vars(kind).get("__call__"))
@@ -167,6 +168,10 @@ def _names_in(code: Any) -> Iterator[str]:
 
 def _is_of_library(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in _OF_LIBRARIES
+
+
+def _derives_from_library(kind: type) -> bool:
+    return _is_of_library(kind) or any(base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
 def _joined(path: str, name: str) -> str:

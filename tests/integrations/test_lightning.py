@@ -253,6 +253,17 @@ def test_planning_shows_no_warnings_of_lightning() -> None:
         warnings.simplefilter("always")
         plan = bfl.plan(Classifier(), samples(), "cpu", micro_batch_size=16)
     assert not [warning for warning in caught if "self.log" in str(warning.message)]
+    assert not any("mean over samples" in note for note in plan.notes)
+
+
+def test_a_loss_that_planning_cannot_check_is_noted() -> None:
+    class Unchecked(Classifier):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            if not self.training:
+                raise RuntimeError("this loss is for training")
+            return super().training_step(batch, index)
+
+    plan = planned(Unchecked(), samples(), micro_batch_size=16)
     assert any("micro_batch_size=64 to plan()" in note for note in plan.notes)
     assert not any("Job(" in note for note in plan.notes)
 

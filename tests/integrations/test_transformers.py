@@ -332,19 +332,28 @@ def test_more_samples_a_step_than_there_are_is_noted(tmp_path: Path) -> None:
 
 
 class OwnLoss(Trainer):
-    """With a loss of its own, of which no one knows what it is a mean over."""
+    """With a loss of its own."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         return super().compute_loss(model, inputs, return_outputs)
 
 
-@pytest.mark.parametrize("kind", [Trainer, OwnLoss])
+class UncheckedLoss(OwnLoss):
+    """Of which it is not known what it is a mean over: it cannot be computed in evaluation mode."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        if not model.training:
+            raise RuntimeError("this loss is for training")
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnLoss, UncheckedLoss])
 def test_advice_about_the_loss_is_for_who_has_a_trainer(tmp_path: Path, kind: type[Trainer]) -> None:
     own = trainer(tmp_path, kind=kind)
     own.model_accepts_loss_kwargs = False
     notes = bft.plan(own, "cpu", micro_batch_size=2).notes
     advice = [note for note in notes if "pass micro_batch_size=8 to plan()" in note]
-    assert bool(advice) is (kind is OwnLoss)
+    assert bool(advice) is (kind is UncheckedLoss)
     assert not any("Job(" in note for note in notes)
 
 

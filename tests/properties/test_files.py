@@ -40,6 +40,7 @@ from brimful.results import (
     TrainingResult,
     ValidationRecord,
 )
+from brimful.results.sample_size import SampleSize
 from brimful.results.self_correction import (
     BetterSettings,
     JobCalibration,
@@ -207,7 +208,7 @@ def records(record: type) -> st.SearchStrategy[Any]:
 
 
 WRITTEN_AND_READ = (
-    *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, Settings, UnitAction, ChunkedLoss),
+    *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, SampleSize, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
     *(SelfCorrection, BetterSettings, MeasuredChange, JobCalibration),
     *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
@@ -34,6 +35,12 @@ from brimful.requests import request_of, with_budget
 from brimful.results import JobCalibration
 from brimful.settings import Settings, check_count
 from brimful.status import busy
+from brimful.trace import Trace
+
+SplitCheck = Callable[[Job, Settings, Trace], bool]
+"""Returns whether a batch of a job is known to be what its parts are, and raises if it is not.
+
+The trace is that of training without a plan."""
 
 
 @undisturbed()
@@ -77,29 +84,36 @@ def plan(
         EquivalenceError: The plan splits the batch, and the loss is not a mean over samples; see `Job.count`.
     """
     asked = PlanOptions.of(options)
-    return _planned(job, device, asked, global_batch_size, world_size, num_nodes, network, checks_split=True)
+    return _planned(job, device, asked, global_batch_size, world_size, num_nodes, network, check_planned_split)
 
 
 @undisturbed()
 @busy("planning")
 @takes_options(PlanOptions, PlanKeywords)
 def plan_of_trainer(
-    job: Job, device: DeviceLike, *, global_batch_size: int, world_size: int, **options: Unpack[PlanKeywords]
+    job: Job,
+    device: DeviceLike,
+    *,
+    check: SplitCheck,
+    global_batch_size: int,
+    world_size: int,
+    **options: Unpack[PlanKeywords],
 ) -> Plan:
-    """Plan as `plan` does, for a trainer that weighs losses itself and checks them in its first step.
+    """Plan as `plan` does, for a trainer that divides its batches and weighs their losses itself.
 
     Args:
         job: As for `plan`.
         device: As for `plan`.
+        check: Raises if the trainer may not divide its batches as the settings of the plan say.
         global_batch_size: As for `plan`.
         world_size: As for `plan`.
         **options: The fields of `PlanOptions`.
 
     Returns:
-        The plan, which may divide a batch of which it is not known that its loss is a mean over samples.
+        The plan.
     """
     asked = PlanOptions.of(options)
-    return _planned(job, device, asked, global_batch_size, world_size, 1, None, checks_split=False)
+    return _planned(job, device, asked, global_batch_size, world_size, 1, None, check)
 
 
 def _planned(
@@ -110,8 +124,7 @@ def _planned(
     world_size: int,
     num_nodes: int,
     network: str | float | None,
-    *,
-    checks_split: bool,
+    check: SplitCheck,
 ) -> Plan:
     check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
     check_count("world_size", world_size)
@@ -138,9 +151,7 @@ def _planned(
         is_here = is_of_this_machine(device)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
         found = _searched(capture, request, calibration)
-        is_mean = checks_split and check_planned_split(
-            job, found.settings, capture(request.baseline_settings())
-        )
+        is_mean = check(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
     notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_plan)

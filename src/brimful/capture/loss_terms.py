@@ -32,6 +32,9 @@ _MEAN = 1
 """Among ATen's reductions (Reduction.h)."""
 _DEFAULT_IGNORED = -100
 """The label that torch ignores by default; evidence only if a label has it."""
+_OVER_LABELS = "a mean over labels other than"
+MEAN_OVER_LABELS = f"{_OVER_LABELS} {_DEFAULT_IGNORED}"
+"""How a loss is described whose mean is over all labels but those ignored by default."""
 _OF_SHAPES = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 )
@@ -117,7 +120,7 @@ class LossTerms(Rule):
         if weight is not None:
             self._find("a mean over labels by the weight of their class")
         if ignored != _DEFAULT_IGNORED or self._are_uneven(labels, ignored):
-            self._find(f"a mean over labels other than {ignored}")
+            self._find(f"{_OVER_LABELS} {ignored}")
 
     def _are_uneven(self, labels: Tensor, ignored: int) -> bool:
         """Whether the labels of some samples are ignored more often than those of others.

@@ -264,7 +264,7 @@ class CaptureSession:
             self._modules.follow(),
             self._outside.left_alone(self._model),
             self._mode,
-            devices_told() if recorder.places.are_two else nullcontext(),
+            devices_told(recorder.places) if recorder.places.are_two else nullcontext(),
             functions,
             recorder,
         ):

@@ -99,6 +99,10 @@ class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
     """Memory ran out in a step, and nothing that takes less is left to try; also a `torch.OutOfMemoryError`."""
 
 
+_OF_CODE = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
+"""Errors of code, whatever the number of samples."""
+
+
 class Recover(Protocol):
     """Called between two attempts."""
 
@@ -127,7 +131,12 @@ def with_retries(
     Returns:
         What the last attempt returned.
     """
-    ends: tuple[type[Exception], ...] = (PartialUpdateError, OSError, *but)  # a timeout is an OSError
+    ends: tuple[type[Exception], ...] = (
+        PartialUpdateError,
+        OSError,
+        *_OF_CODE,
+        *but,
+    )  # a timeout is an OSError
     ran_out: RanOut | None = None
     takes_less = False
     while True:

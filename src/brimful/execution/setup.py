@@ -9,6 +9,7 @@ import warnings
 import torch
 from torch import nn
 
+from brimful.built_modules import noting_built_modules
 from brimful.errors import UsageError
 from brimful.execution.attached import copied_model, stay_trainable
 from brimful.execution.host_allocator import keep_freed_memory
@@ -128,7 +129,8 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
 
     Args:
         job: Its model is a module or a function that builds one.
-        is_copied: Leave a module that was given as it is, and return a copy.
+        is_copied: Return a copy of a module that was there before: of one that is given, and of one that the
+            function returns without building it.
 
     Returns:
         The model, where it was built.
@@ -153,10 +155,13 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
         chosen = copied_model(job.model) if is_copied else job.model
         stay_trainable(chosen)
         return chosen
-    model = job.model()
+    with noting_built_modules() as is_built:
+        model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     check_runs_on_one_device(model, job=job.name)
+    if is_copied and not is_built(model):
+        model = copied_model(model)
     stay_trainable(model)
     if job.weights is not None:
         job.weights(model)

@@ -13,7 +13,6 @@ Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whos
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
@@ -27,19 +26,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from brimful.api.plans import plan_of_trainer as plan_job
+from brimful.api.plans import plan_of_trainer
 from brimful.batches import BatchLayout, layout_of
-from brimful.errors import EquivalenceError, UsageError
+from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.longest_batch import read_notes
 from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
+from brimful.integrations.division import Division
 from brimful.integrations.lightning_step import DividedBatches, unchanged
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.profiling import check_split
 from brimful.profiling.named_device import DeviceLike
 from brimful.replaced import replace_attribute, replaced
 from brimful.results import Recovery
@@ -160,7 +159,8 @@ def plan(
     asked: PlanKeywords = {**options, "offload_optimizer": False}
     if world_size > 1:
         asked["parallelism"] = "ddp"
-    make = partial(plan_job, own, device, global_batch_size=size, world_size=world_size)
+    check = Division(whole=of_batch, whose="loader").check_planned
+    make = partial(plan_of_trainer, own, device, check=check, global_batch_size=size, world_size=world_size)
     with RandomState.kept():
         found = make(**asked)
         if found.settings.micro_batch_size > of_batch:
@@ -254,14 +254,14 @@ class PlanCallback(Callback):
         """Run batches in micro-batches; retry forward and backward of each batch, and clipping."""
         loop, settings = trainer.fit_loop.epoch_loop.automatic_optimization, self.plan.settings
         whole = settings.rank_batch_size // trainer.accumulate_grad_batches
-        of_batch = replace(settings, gradient_accumulation_steps=-(-whole // settings.micro_batch_size))
+        check = partial(_check_first, module, settings, Division(whole=whole, whose="loader"))
         batches = DividedBatches(
             trainer,
             module,
             BatchLayout(),
             size=settings.micro_batch_size,
             whole=whole,
-            check=partial(_check_division, module, of_batch) if self._verifies else None,
+            check=check if self._verifies else None,
         )
         make_closure, precision = loop._make_closure, trainer.strategy.precision_plugin
         clip = precision.clip_gradients
@@ -310,18 +310,10 @@ def _check_samples(plan: Plan, trainer: Trainer) -> None:
     )
 
 
-def _check_division(module: LightningModule, settings: Settings, batch: Batch) -> None:
-    """Refuse a loss that is not the mean of those of the parts of a batch; see `check_split`."""
-    trained = _job(module, batch, lambda: module.trainer)
-    try:
-        with unchanged(module):
-            check_split(trained, module, settings, batch)
-    except EquivalenceError as error:
-        found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
-        raise EquivalenceError(
-            f"{found} To keep the loader's batches whole, pass micro_batch_size={settings.rank_batch_size} to "
-            "plan()."
-        ) from None
+def _check_first(module: LightningModule, settings: Settings, division: Division, batch: Batch) -> None:
+    """Refuse a loss that is not the mean of those of the parts of a batch."""
+    with unchanged(module):
+        division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
 
 
 class PlanningTrainer(Trainer):

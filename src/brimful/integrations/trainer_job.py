@@ -7,7 +7,6 @@ sentence-transformers 6.2.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,8 @@ from transformers import Trainer
 
 from brimful.capture import capture_step
 from brimful.devices import find_device
-from brimful.errors import EquivalenceError, UsageError
+from brimful.errors import UsageError
+from brimful.integrations.division import Division
 from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
 from brimful.integrations.trainer_kinds import check_kind
 from brimful.integrations.trainer_loss import (
@@ -29,6 +29,7 @@ from brimful.integrations.trainer_loss import (
     counted_labels,
     ignores_count,
     items_counter,
+    loss_is_of_user,
     may_ignore_count,
     noticing_use,
     passes_count,
@@ -36,9 +37,9 @@ from brimful.integrations.trainer_loss import (
 from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
 from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
-from brimful.profiling import check_split
 from brimful.replaced import replaced
 from brimful.settings import Settings
+from brimful.trace import Trace
 
 
 def effective_batch_size(trainer: Trainer) -> int:
@@ -93,8 +94,20 @@ def find_use_of_count(trainer: Trainer) -> None:
         capture_step(job_of_trainer(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
 
 
-def check_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> None:
-    """Check, on a few samples of a real batch, that the loss of a batch is made of those of its micro-batches.
+def check_planned_division(trainer: Trainer, job: Job, settings: Settings, baseline: Trace) -> bool:
+    """See `Division.check_planned`; the losses of libraries are made to be divided."""
+    if not loss_is_of_user(trainer):
+        return False
+    adds = adds_up(trainer, job.count)
+    if not adds:
+        job = replace(job, count=items_counter(trainer, layout_of_trainer(trainer)))
+    elif job.count is None:  # else each part is divided by the count of its labels, and weighs by it
+        job = replace(job, reduction="sum")
+    return _division(trainer, adds=adds).check_planned(job, settings, baseline)
+
+
+def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> None:
+    """See `Division.check_first`.
 
     Args:
         trainer: Its model is in training; neither it nor random generators are changed.
@@ -103,7 +116,7 @@ def check_division(trainer: Trainer, settings: Settings, batch: Batch, items: An
         items: The count of labels of the whole step, as `compute_loss` gets it.
 
     Raises:
-        EquivalenceError: It is not.
+        EquivalenceError: The loss of a batch is not made of those of its micro-batches.
     """
     stand_ins, layout, adds = StandIns(trainer), layout_of_trainer(trainer), adds_up(trainer, items)
 
@@ -123,15 +136,11 @@ def check_division(trainer: Trainer, settings: Settings, batch: Batch, items: An
         reduction="sum" if adds else "mean",  # each part is divided by the count of the whole step
         name=type(trainer.model).__name__,
     )
-    whole = int(trainer.args.train_batch_size)
-    of_batch = replace(settings, gradient_accumulation_steps=-(-whole // settings.micro_batch_size))
-    try:
-        check_split(job, trained_module(trainer), of_batch, batch)
-    except EquivalenceError as error:
-        found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
-        raise EquivalenceError(
-            f"{found} To keep the trainer's batches whole, pass micro_batch_size={whole} to plan()."
-        ) from None
+    _division(trainer, adds=adds).check_first(job, trained_module(trainer), settings, batch)
+
+
+def _division(trainer: Trainer, *, adds: bool) -> Division:
+    return Division(whole=int(trainer.args.train_batch_size), whose="trainer", weighs_labels=not adds)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ of micro-batches are added. Models that accept this count need not use it: class
 mean over their own batch. Then each micro-batch has a weight: its share of the labels if each token has one,
 else of the samples.
 
-Private API used here: `Trainer._loss_shifts_labels`. Checked with transformers 5.23, whose
-`loss_is_scaled_for_ga` is read.
+Private API used here: `Trainer._loss_shifts_labels`, `LOSS_MAPPING`, `PreTrainedModel.loss_type`. Checked with
+transformers 5.23, whose `loss_is_scaled_for_ga` is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError
@@ -64,12 +65,13 @@ def division_notes(trainer: Trainer) -> tuple[str, ...]:
 def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     """The notes of a plan, where the one about the mean of a loss is for a trainer's user, or needless.
 
-    It is needless where the user's own micro-batches stay, and for the losses of the libraries, which are means
-    over samples or labels where a plan may divide their batches.
+    It is needless where planning checked the loss, where the user's own micro-batches stay, and for the losses
+    of the libraries, which are means over samples or labels where a plan may divide their batches.
     """
     size = int(trainer.args.train_batch_size)
     others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
-    if plan.settings.micro_batch_size == size or not loss_is_of_user(trainer):
+    is_known = len(others) == len(plan.notes)
+    if is_known or plan.settings.micro_batch_size == size or not loss_is_of_user(trainer):
         return tuple(others)
     of_loss = (
         "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: "
@@ -84,9 +86,13 @@ def loss_is_of_user(trainer: Trainer) -> bool:
     of_loss = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     if trainer.compute_loss_func is not None or not _is_of_library(of_loss):
         return True
+    return not _is_of_library(type(_base_model(trainer)))
+
+
+def _base_model(trainer: Trainer) -> Any:
+    """The model, without adapters of peft."""
     model: Any = model_of(trainer.model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # under adapters of peft
-    return not _is_of_library(type(base))
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _is_of_library(made: type) -> bool:
@@ -121,21 +127,38 @@ class _Watch(TorchFunctionMode):
 
 def counted_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Tensor:
     """The number of labels of a batch that count, as the trainer counts them."""
+    return _counted(batch, shifts=getattr(trainer, "_loss_shifts_labels", False))
+
+
+def _counted(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
     labels = batch.get("shift_labels")
     if labels is None:
-        labels = batch["labels"]
-        labels = labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels
+        labels = batch["labels"][..., 1:] if shifts else batch["labels"]
     count: Tensor = labels.ne(IGNORED_LABEL).sum()
     return count
 
 
+def _shifts_labels(trainer: Trainer) -> bool:
+    """Whether each token is compared with the label of the next one.
+
+    The trainer's own answer leaves out models whose class has no loss type, such as GPT-2: their loss is
+    `ForCausalLMLoss` too (transformers/modeling_utils.py, PreTrainedModel.loss_function).
+    """
+    model = _base_model(trainer)
+    if getattr(trainer, "_loss_shifts_labels", False) or not isinstance(model, PreTrainedModel):
+        return bool(getattr(trainer, "_loss_shifts_labels", False))
+    is_causal = LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
+    return is_causal and not getattr(model.config, "is_encoder_decoder", False)
+
+
 def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], float]:
     """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples."""
+    shifts = _shifts_labels(trainer)
 
     def count(batch: Any) -> float:
         labels = batch.get("labels")
         is_of_tokens = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
-        return float(counted_labels(trainer, batch) if is_of_tokens else layout.count(batch))
+        return float(_counted(batch, shifts=shifts) if is_of_tokens else layout.count(batch))
 
     return count
 

@@ -20,7 +20,7 @@ from brimful.execution.in_force import Prepared, unwrapped
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import (
-    check_division,
+    check_first_division,
     effective_batch_size,
     find_use_of_count,
     precision_of,
@@ -52,7 +52,9 @@ class AppliedPlan:
         self._reports = reports
         layout, size = layout_of_trainer(trainer), plan.settings.micro_batch_size
         find_use_of_count(trainer)
-        check = partial(check_division, trainer, plan.settings) if verifies and not shards(trainer) else None
+        check = (
+            partial(check_first_division, trainer, plan.settings) if verifies and not shards(trainer) else None
+        )
         self._division = DividedLoss(trainer, layout, check)
         self._recovery = (
             TrainerRecovery(trainer, size, self._division)

@@ -23,17 +23,21 @@ from typing import Any, Unpack, cast
 import torch
 from transformers import Trainer
 
-from brimful.api.plans import plan as plan_checked
-from brimful.api.plans import plan_of_trainer as plan_job
+from brimful.api.plans import plan_of_trainer
 from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_batches import few_samples_notes, reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
+from brimful.integrations.trainer_job import (
+    check_planned_division,
+    effective_batch_size,
+    job_of_trainer,
+    precision_of,
+)
 from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import division_notes, loss_is_of_user, notes_for_trainer
+from brimful.integrations.trainer_loss import division_notes, notes_for_trainer
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.integrations.trainer_sharding import (
     parallelism_of,
@@ -140,9 +144,10 @@ def plan(
     def planned() -> Plan:
         with permitted_in_process_group(), RandomState.kept():  # the trainer was seeded when it was made
             make = partial(
-                plan_checked if loss_is_of_user(trainer) else plan_job,
+                plan_of_trainer,
                 job(trainer, longest=longest),
                 device,
+                check=partial(check_planned_division, trainer),
                 global_batch_size=size,
                 world_size=trainer.args.world_size,
             )

@@ -20,8 +20,10 @@ from brimful.batches import InputMover, tensors_in
 from brimful.capture.carried import CarriedState, running_statistics, storages_of
 from brimful.capture.values.writes import has_writes, written_tensors
 from brimful.dispatch_mode import EagerDispatchMode
+from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of, loss_parts
+from brimful.execution.out_of_memory import with_room
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
 from brimful.held_values import HeldValues
@@ -101,6 +103,9 @@ def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = N
         job: Computes the loss.
         model: Any.
         carried: Receives each op.
+
+    Raises:
+        PartialUpdateError: Memory ran out twice while restoring.
     """
     buffers, held, writes = (
         BufferSnapshot(model, buffers_only=True),
@@ -108,13 +113,22 @@ def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = N
         _KeptStorages(carried),
     )
     buffers.take()
+
+    def restore() -> None:
+        buffers.restore()
+        held.restore()
+        writes.restore()
+
     try:
         with writes:
             yield
     finally:
-        buffers.restore()
-        held.restore()
-        writes.restore()
+        try:
+            with_room(restore, during="the model is restored after a check")
+        except OutOfMemoryError as error:
+            raise PartialUpdateError(
+                f"{error} Build the model again, or resume from the last checkpoint."
+            ) from error
 
 
 class _KeptStorages(EagerDispatchMode):

@@ -19,8 +19,9 @@ from torch import nn
 
 from brimful.batches import BatchLayout, InputMover, layout_of, make_batch
 from brimful.capture import capture_step, loss_terms
+from brimful.capture.loss_terms import MEAN_OVER_LABELS
 from brimful.devices import find_device
-from brimful.errors import BrimfulError, EquivalenceError
+from brimful.errors import BrimfulError, EquivalenceError, PartialUpdateError
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
@@ -104,7 +105,7 @@ def compare_split_loss(
         try:
             with without_gradients_if_it_can(model, partial(_compared_split, split, seed)) as compared:
                 return compared()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, PartialUpdateError):
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
             return Comparison(
@@ -151,9 +152,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= min(micro, CHECKED_SAMPLES):
         return
-    device = device_of(model)
-    if (terms := terms_of_loss(replace(job, batch=global_batch), samples)) is not None:
-        raise not_the_same(job, terms, samples, device.type)
+    check_terms(replace(job, batch=global_batch), samples, is_planned=True)
     reason = ""
     for size in dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1))):
         few = _few_samples(job, layout, global_batch, min(2 * size, samples))
@@ -179,7 +178,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        raise not_the_same(job, comparison, layout.count(few), device.type)
+        raise not_the_same(job, comparison, layout.count(few), device_of(model).type)
 
 
 def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
@@ -209,25 +208,46 @@ def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
     )
 
 
-def terms_of_loss(job: Job, samples: int) -> Comparison | None:
-    """What the loss averages over, if it shows that this is something else than samples.
+def check_terms(job: Job, samples: int, *, weighs_labels: bool = False, is_planned: bool = False) -> None:
+    """Check that no op of a loss shows that it averages over something else than samples.
+
+    Args:
+        job: As for `terms_of_loss`.
+        samples: In the batch.
+        weighs_labels: As for `terms_of_loss`.
+        is_planned: Whether this is before the first step of a plan, and not before planning.
+
+    Raises:
+        EquivalenceError: An op shows it.
+    """
+    terms = terms_of_loss(job, samples, weighs_labels=weighs_labels)
+    if terms is not None:
+        raise not_the_same(job, terms, samples, "cpu", end=_NOT_TRAINED if is_planned else _NOT_PLANNED)
+
+
+def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Comparison | None:
+    """What the loss averages over, if its ops show that this is something else than samples.
 
     The loss runs on fake tensors, which takes no memory; the values of labels are known.
 
     Args:
-        job: Its batch has the labels.
+        job: Its batch has the labels. If it says what the loss averages over, nothing else is looked for,
+            unless that is labels.
         samples: In the batch.
+        weighs_labels: Whether micro-batches weigh by their labels other than -100, and not by their samples.
 
     Returns:
-        A comparison that does not hold; None if nothing shows, or `job` says what the loss averages over.
+        A comparison that does not hold; None if nothing shows it.
     """
-    if job.count is not None or job.embed is not None or job.reduction == "sum":
+    is_stated = job.count is not None and not weighs_labels
+    if is_stated or job.embed is not None or job.reduction == "sum":
         return None
     try:
         with RandomState.kept():
-            found = loss_terms(job, samples, find_device("cpu"))
+            terms = loss_terms(job, samples, find_device("cpu"))
     except BrimfulError:  # other checks run the loss for real
         return None
+    found = [term for term in terms if not (weighs_labels and term.startswith(MEAN_OVER_LABELS))]
     return Comparison(name="splitting", evidence="; ".join(found)) if found else None
 
 
@@ -250,8 +270,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
     """
     if settings.gradient_accumulation_steps == 1 or job.embed is not None:
         return True
-    if (terms := terms_of_loss(job, settings.rank_batch_size)) is not None:
-        raise not_the_same(job, terms, settings.rank_batch_size, "cpu", end=_NOT_PLANNED)
+    check_terms(job, settings.rank_batch_size)
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
     samples = 2 * size
     flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)
@@ -306,6 +325,8 @@ def not_the_same(
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
     try:
         changes = list(what_split_changes(job, settings, model, few))
+    except PartialUpdateError:
+        raise
     except Exception as error:  # whatever the loss raises; the step itself raises it too, or has more memory
         reason = (
             f"the layers that depend on it are not known, as the forward pass raised {type(error).__name__}"

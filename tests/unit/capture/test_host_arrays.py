@@ -105,16 +105,19 @@ def test_unknown_numbers_are_told_and_known_ones_are_not(device: Any) -> None:
 
 def reading(read: Callable[[Tensor], object]) -> list[Any]:
     """What a loss reads of its values: activations, one of them, whole numbers, a condition, and the labels."""
-    found: list[Any] = []
+
+    class Found:  # a capture restores what closures hold, and not what a class holds
+        values: list[Any] = []  # noqa: RUF012
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"])
         values = logits.detach()
-        found[:] = map(read, (values[0], values.mean(), values[0].argmax(-1), values > 0, batch["labels"]))
+        of_batch = (values[0], values.mean(), values[0].argmax(-1), values > 0, batch["labels"])
+        Found.values = list(map(read, of_batch))
         return logits.mean()
 
     traced(loss)
-    return found
+    return Found.values
 
 
 @pytest.mark.parametrize(

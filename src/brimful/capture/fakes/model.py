@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
+from brimful.built_modules import noting_built_modules
 from brimful.capture.fakes.attached import (
     add_attached,
     attach_in_place,
@@ -50,7 +51,8 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
 
     A model that is given as a module is copied, sharing nothing that training changes. One that is given as a
     function is built for real, each parameter moved to `meta` as it registers, so that constructors may compute
-    while no memory is taken for weights.
+    while no memory is taken for weights. If the function returns modules that it did not build, such as a model
+    that is trained now, what it returns is copied too.
 
     Args:
         job: Its `model` is a module or builds one.
@@ -66,22 +68,9 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     """
     if isinstance(job.model, nn.Module):
         check_runs_on_one_device(job.model, job=job.name)
-        wrapper = Wrapper()
-        fakes = {id(tensor): to_fake(tensor, mode, wrapper=wrapper) for tensor in _tensors(job.model)}
-        for tensor in job.model.buffers():
-            known.remember(fakes[id(tensor)], tensor)
-        add_attached(job.model, fakes, mode, wrapper)
-        model = copy.deepcopy(job.model, fakes)
-        attach_to_parameters(job.model, fakes)
-        with mode:
-            quantise(model, "cpu")
-        for original, copied in zip(job.model.modules(), model.modules(), strict=True):
-            if original._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
-                copied.compile(backend="eager")
-        stay_trainable(model)
-        return model.train()
+        return _copied(job.model, mode, known).train()
     try:
-        with _parameters_on_meta():
+        with _parameters_on_meta(), noting_built_modules() as is_built:
             model = job.model()
     except RuntimeError as error:
         if "meta" not in str(error):
@@ -93,10 +82,30 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     check_runs_on_one_device(model, job=job.name)
+    if not is_built(model):
+        return _copied(model, mode, known).train()
     quantise(model, "meta")
     _replace_tensors(model, mode, known)
     stay_trainable(model)
     return model.train()
+
+
+def _copied(original: nn.Module, mode: FakeTensorMode, known: KnownValues) -> nn.Module:
+    """A copy of a model with fakes in the place of its parameters and buffers."""
+    wrapper = Wrapper()
+    fakes = {id(tensor): to_fake(tensor, mode, wrapper=wrapper) for tensor in _tensors(original)}
+    for tensor in original.buffers():
+        known.remember(fakes[id(tensor)], tensor)
+    add_attached(original, fakes, mode, wrapper)
+    model = copy.deepcopy(original, fakes)
+    attach_to_parameters(original, fakes)
+    with mode:
+        quantise(model, "cpu")
+    for module, copied in zip(original.modules(), model.modules(), strict=True):
+        if module._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
+            copied.compile(backend="eager")
+    stay_trainable(model)
+    return model
 
 
 @contextmanager

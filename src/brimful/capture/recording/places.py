@@ -87,6 +87,8 @@ class Places:
         self.cpu_is_device = cpu_is_device
         self.is_wrong = False
         """Whether tensors were put on the host before it was seen that "cpu" names the device."""
+        self.runs_op = False
+        """Whether an op runs, whose code for fakes, of any library, makes its results where its inputs are."""
         self._names_gpu = self._has_named = self._has_marks = False
         self._making: Place | None = None
         self._unnamed: dict[int, tuple[int, ...]] = {}
@@ -232,17 +234,18 @@ def _module_of(frame: FrameType) -> str:
 
 
 @contextmanager
-def devices_told() -> Iterator[None]:
+def devices_told(places: Places) -> Iterator[None]:
     """Report to code that fakes are on `DEVICE`, which distinguishes what it puts there and on the host.
 
-    Torch's own code compares the devices of fakes with others, and gets the CPU.
+    Torch's own code compares the devices of fakes with others, and gets the CPU, as does code of ops.
     """
     told = FakeTensor.device
 
     def device(fake: FakeTensor) -> torch.device:
         real: torch.device = told.fget(fake)  # type: ignore[attr-defined]
-        asking = _module_of(sys._getframe(2))  # past `replaced`
-        is_told = real.type == "cpu" and not asking.startswith(_SILENT)
+        if real.type != "cpu" or places.runs_op:
+            return real
+        is_told = not _module_of(sys._getframe(2)).startswith(_SILENT)  # past `replaced`
         return DEVICE if is_told and getattr(fake.untyped_storage(), _MARK, None) is None else real
 
     with replaced(FakeTensor, "device", property(device)):

@@ -137,7 +137,11 @@ class Recorder(TorchDispatchMode):
         in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
         for before_op in info.before:
             before_op(func, args, in_backward=in_backward)
-        result = self._runner.run(info, func, args, kwargs)
+        was_in_op, self.places.runs_op = self.places.runs_op, True
+        try:
+            result = self._runner.run(info, func, args, kwargs)
+        finally:
+            self.places.runs_op = was_in_op
         with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
             self._record(info, func, args, kwargs, result)
         return result.out

@@ -1,0 +1,82 @@
+"""Whether the batches of a trainer may be divided: checked when it is planned, and in the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from brimful.errors import EquivalenceError
+from brimful.job import Batch, Job
+from brimful.profiling import check_planned_split, check_split, check_terms
+from brimful.settings import Settings
+from brimful.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How a trainer divides its batches."""
+
+    whole: int
+    """Samples of a batch of its loader."""
+    whose: str
+    """"trainer" or "loader", in messages."""
+    weighs_labels: bool = False
+    """Whether micro-batches weigh by their labels other than -100."""
+
+    def check_planned(self, job: Job, settings: Settings, baseline: Trace) -> bool:
+        """Check before training what `check_first` checks in the first step.
+
+        Args:
+            job: Its count is that by which the trainer weighs micro-batches.
+            settings: Of the plan.
+            baseline: Training without a plan.
+
+        Returns:
+            Whether a batch is known to be what its parts are.
+
+        Raises:
+            EquivalenceError: It is not.
+        """
+        if settings.micro_batch_size >= self.whole:
+            return True
+        divided = self._divided(settings)
+        with self._saying_how_to_keep_it_whole():
+            if self.weighs_labels:
+                check_terms(job, divided.rank_batch_size, weighs_labels=True)
+            return check_planned_split(job, divided, baseline)
+
+    def check_first(self, job: Job, model: nn.Module, settings: Settings, batch: Batch) -> None:
+        """Check, on a few samples of the first batch, that its loss is made of those of its micro-batches.
+
+        Args:
+            job: As for `check_planned`.
+            model: In training; neither it nor random generators are changed.
+            settings: Of the plan.
+            batch: One of the loader.
+
+        Raises:
+            EquivalenceError: It is not.
+        """
+        divided = self._divided(settings)
+        with self._saying_how_to_keep_it_whole():
+            if self.weighs_labels:
+                check_terms(replace(job, batch=batch), self.whole, weighs_labels=True, is_planned=True)
+            check_split(job, model, divided, batch)
+
+    def _divided(self, settings: Settings) -> Settings:
+        """Settings of which a step is one batch."""
+        return replace(settings, gradient_accumulation_steps=-(-self.whole // settings.micro_batch_size))
+
+    @contextmanager
+    def _saying_how_to_keep_it_whole(self) -> Iterator[None]:
+        try:
+            yield
+        except EquivalenceError as error:
+            found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
+            found = re.sub(r" If the difference is meant, Job\(.*", "", found)
+            way_out = f"To keep the {self.whose}'s batches whole, pass micro_batch_size={self.whole} to plan()."
+            raise EquivalenceError(f"{found} {way_out}") from None
