@@ -336,6 +336,12 @@ def counted(labels: Tensor) -> Tensor:
     return labels != IGNORED
 
 
+def beside_metric(scores: Tensor, labels: Tensor) -> Tensor:
+    """A mean, beside a metric over the labels that count, which is logged."""
+    right = ((scores.detach().argmax(1) == labels) * counted(labels)).sum() / counted(labels).sum()
+    return F.cross_entropy(scores, labels) + 0.0 * float(right)
+
+
 CLASS_WEIGHTS = torch.linspace(0.1, 3.0, VOCABULARY)
 
 
@@ -377,6 +383,9 @@ MEANS: dict[str, Callable[[], bf.Job]] = {
     "a sum over the mask's": lambda: text_job(
         lambda scores, labels: (each(scores, labels) * counted(labels)).sum() / counted(labels).sum()
     ),
+    "weights that are shares of the mask": lambda: text_job(
+        lambda scores, labels: (each(scores, labels) * (counted(labels) / counted(labels).sum())).sum()
+    ),
     "a sum over a count that is read": lambda: text_job(
         lambda scores, labels: F.cross_entropy(scores, labels, reduction="sum") / counted(labels).sum().item()
     ),
@@ -400,6 +409,7 @@ PLAIN_MEANS: dict[str, Callable[[], bf.Job]] = {
     "control: a fixed divisor": lambda: text_job(
         lambda scores, labels: each(scores, labels).sum() / len(labels), ignored=0
     ),
+    "control: a mean beside a metric": lambda: text_job(beside_metric, ignored=0),
     "control: a mean of masked losses": lambda: text_job(
         lambda scores, labels: (each(scores, labels) * counted(labels)).mean()
     ),

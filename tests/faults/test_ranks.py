@@ -37,7 +37,9 @@ JOB = """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, 16, generator=generator)
     samples = {"x": x, "y": x[:, :4].argmax(1)}
-    calls = 0
+
+    class Fault:  # a number that a loss holds and compares is state, for which a batch stays whole
+        calls = 0
 
     def loader():
         from torch.utils.data import DataLoader, TensorDataset
@@ -52,13 +54,12 @@ JOB = """
         )
 
     def fault():
-        global calls
-        calls += torch.is_grad_enabled()
+        Fault.calls += torch.is_grad_enabled()
         if WHAT == "workers":
-            Path(__file__).with_name(f"step-{calls}").touch()
+            Path(__file__).with_name(f"step-{Fault.calls}").touch()
             return
         marker = Path(__file__).with_name("fault-was")
-        if WHAT and os.environ.get("RANK") == "1" and calls == AT and not marker.exists():
+        if WHAT and os.environ.get("RANK") == "1" and Fault.calls == AT and not marker.exists():
             marker.touch()
             if WHAT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

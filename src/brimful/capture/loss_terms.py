@@ -2,7 +2,8 @@
 
 A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
 those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch
-is a mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
+is a mean over something else, however often that shows. Fixed divisors and weights of single samples are none,
+nor is what no gradient goes through, such as metrics.
 
 Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments
 (checked: torch 2.13).
@@ -100,17 +101,30 @@ class LossTerms(Rule):
         chosen = self._chooses(func, args) or any(getattr(tensor, _CHOSEN, False) for tensor in followed)
         if self._chooses(func, args):
             self._extents.update(tensor.shape[0] for tensor in outputs if tensor.dim())
+        is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        shares = [share for tensor in followed if (share := getattr(tensor, _SHARE, None)) is not None]
         for tensor in outputs:
             if of_batch:
                 setattr(tensor, _OF_BATCH, True)
             if chosen and name not in _OF_SHAPES:
                 setattr(tensor, _CHOSEN, True)
+            if shares and name not in _OF_SHAPES and not is_trained:
+                setattr(tensor, _SHARE, shares[0])
+        is_quotient = name in ("div", "div_", "mul", "mul_") and self._depth == 0
+        if is_quotient and self._is_over_count(name, args, chosen):
+            if is_trained:
+                self._find(_OVER_COUNT)
+            else:
+                for tensor in outputs:
+                    setattr(tensor, _SHARE, calling_line())
+        if not is_trained:
+            return
+        if shares:
+            self._find(_OVER_COUNT, shares[0])
         if self._depth == 0 and chosen and self._averages(func, name, args, kwargs):
             self._find(_OF_CHOSEN)
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
             self._find_in_nll(*args)
-        if name in ("div", "div_", "mul", "mul_") and self._depth == 0:
-            self._find_in_quotient(name, args, chosen)
 
     def _find_in_nll(
         self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int
@@ -139,22 +153,18 @@ class LossTerms(Rule):
             counts = is_ignored.reshape(samples, -1).sum(1)
             return bool((counts != counts[0]).any())
 
-    def _find_in_quotient(self, name: str, args: tuple[Any, ...], chosen: bool) -> None:
+    def _is_over_count(self, name: str, args: tuple[Any, ...], chosen: bool) -> bool:
+        """Whether an op divides by a number that is computed from the batch."""
         if len(args) < 2:
-            return
+            return False
         upper, lower = args[0], args[1]
         if isinstance(lower, Tensor):
-            is_count = name in ("div", "div_") and lower.numel() == 1 and self._is_of_batch(lower)
-        elif upper.numel() != 1:
-            is_count = False
-        else:
-            divisor = lower if name in ("div", "div_") else 1 / lower if lower else 0
-            counts = self._numbers | (self._extents if chosen else set())
-            is_count = divisor != 1 and any(abs(divisor - count) <= 1e-9 * abs(count) for count in counts)
-        if is_count:
-            self._find(
-                "a sum over a number that is computed from the batch, such as how many entries are not masked"
-            )
+            return name in ("div", "div_") and lower.numel() == 1 and self._is_of_batch(lower)
+        if upper.numel() != 1:
+            return False
+        divisor = lower if name in ("div", "div_") else 1 / lower if lower else 0
+        counts = self._numbers | (self._extents if chosen else set())
+        return divisor != 1 and any(abs(divisor - count) <= 1e-9 * abs(count) for count in counts)
 
     def _averages(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = {
@@ -204,11 +214,14 @@ class LossTerms(Rule):
         block = ledger.index_of(value) if value.layout is torch.strided else None
         return block is not None and ledger.blocks[block].category is Category.INPUTS
 
-    def _find(self, what: str) -> None:
-        line = calling_line()
+    def _find(self, what: str, line: str | None = None) -> None:
+        line = line or calling_line()
         self._found[f"{what}{f' ({line})' if line else ''}"] += 1
 
 
 _OF_CHOSEN = "a mean over entries that are chosen from the batch, as by a mask"
+_OVER_COUNT = "a sum over a number that is computed from the batch, such as how many entries are not masked"
+_SHARE = "_brimful_share"
+"""Attribute of what was divided by a count and no gradient goes through, such as weights: the line."""
 _OF_BATCH = "_brimful_of_batch"
 _CHOSEN = "_brimful_chosen"

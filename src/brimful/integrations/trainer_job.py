@@ -140,7 +140,8 @@ def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, ite
 
 
 def _division(trainer: Trainer, *, adds: bool) -> Division:
-    return Division(whole=int(trainer.args.train_batch_size), whose="trainer", weighs_labels=not adds)
+    by_labels = not adds and loss_is_of_user(trainer)  # what libraries divide by is theirs, and made for this
+    return Division(whole=int(trainer.args.train_batch_size), whose="trainer", weighs_labels=by_labels)
 
 
 @contextmanager

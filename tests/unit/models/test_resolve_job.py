@@ -37,14 +37,14 @@ NUMBER = 3
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """A current directory that holds jobs.py; imports are forgotten afterwards."""
+    """A current directory that holds jobs.py; its modules are imported anew by the next test."""
     (tmp_path / "jobs.py").write_text(JOBS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("target", ["jobs", "jobs.py", "./jobs.py"])
