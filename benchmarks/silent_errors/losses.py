@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -493,6 +494,62 @@ def root(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return mean_square(model, batch).sqrt()
 
 
+LATE = "labels that are ignored in later batches"
+_LATE_SETTINGS = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
+
+
+def _steps(job: bf.Job, batches: list[dict[str, Tensor]]) -> list[str]:
+    """Warnings of steps of a loop."""
+    model = job.model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = bf.apply(_LATE_SETTINGS, job, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in batches:
+            step(batch)
+    return [str(each.message) for each in caught]
+
+
+def _run(job: bf.Job, batches: list[dict[str, Tensor]]) -> list[str]:
+    """Notes of a run over the same batches."""
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    loader = torch.utils.data.DataLoader(
+        [dict(zip(joined, each, strict=True)) for each in zip(*joined.values(), strict=True)],
+        batch_size=len(batches[0]["x"]),
+    )
+    job = replace(job, data=lambda: bf.Data(train=loader))
+    with tempfile.TemporaryDirectory() as folder:
+        result, _ = bf.fit(
+            job, _LATE_SETTINGS, run_dir=f"{folder}/run", epochs=1, device="cpu", show_progress=False
+        )
+    return list(result.notes)
+
+
+def ignored_later(
+    train: Callable[[bf.Job, list[dict[str, Tensor]]], list[str]], *, counts: bool = False, every: int = 5
+) -> Verdict:
+    """The batch of the job, and the first of training, ignore no label; the third ignores some."""
+    job = text_job(F.cross_entropy, ignored=0)
+    if counts:
+        job = replace(job, count=lambda batch: (batch["y"] != IGNORED).sum())
+    batches = [job.batch(16) for _ in range(4)]
+    if every:
+        batches[2]["y"].flatten()[::every] = IGNORED
+    said = [each for each in train(job, batches) if str(IGNORED) in each]
+    if len(said) != (0 if counts or not every else 1):
+        raise WrongError(f"of ignored labels is said: {said}")
+    return Verdict.STATED if said else Verdict.RIGHT
+
+
+IGNORED_LATER = {
+    "a loop": partial(ignored_later, _steps),
+    "a run": partial(ignored_later, _run),
+    "a loop, one label": partial(ignored_later, _steps, every=10**6),
+    "a run, half of the labels": partial(ignored_later, _run, every=3),
+    "control: counted in a loop": partial(ignored_later, _steps, counts=True),
+    "control: counted in a run": partial(ignored_later, _run, counts=True),
+    "control: none": partial(ignored_later, _steps, every=0),
+}
+
 REFUSED_LATE = "a plan that the first step refuses"
 SPLIT_WRONGLY: dict[str, Callable[[], bf.Job]] = {
     "mixup in the loss": lambda: replace(job_of(Student), loss=mixed),
@@ -533,5 +590,6 @@ CASES = (
     ),
     *(case(MEAN, name, make) for name, make in MEANS.items()),
     *(case(MEAN, name, make, is_control=True) for name, make in PLAIN_MEANS.items()),
+    *(Case(LATE, name, run) for name, run in IGNORED_LATER.items()),
     *(Case(REFUSED_LATE, name, partial(refused_by_plan, make)) for name, make in SPLIT_WRONGLY.items()),
 )

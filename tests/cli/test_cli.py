@@ -81,6 +81,7 @@ ESTIMATE_KEYS = {
     "phases",
     "allocators",
     "context_source",
+    "torch_version",
     "cache_flushes",
     "out_of_memory_at",
     "corrections",

@@ -21,10 +21,23 @@ from transformers import (
 import brimful as bf
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
+from brimful.quantities import format_bytes
 from brimful.settings import Action, Settings, UnitAction
 from helpers.faults import OutOfMemoryAt
 from helpers.torchrun import result_of_two_ranks
-from helpers.trainers import LONGEST, During, Texts, arguments, gpt2, losses, pad, train, trainer, weights
+from helpers.trainers import (
+    LONGEST,
+    VOCABULARY,
+    During,
+    Texts,
+    arguments,
+    gpt2,
+    losses,
+    pad,
+    train,
+    trainer,
+    weights,
+)
 
 
 def assert_same(first: Trainer, second: Trainer, *, exactly: bool) -> None:
@@ -355,6 +368,20 @@ def test_advice_about_the_loss_is_for_who_has_a_trainer(tmp_path: Path, kind: ty
     advice = [note for note in notes if "pass micro_batch_size=8 to plan()" in note]
     assert bool(advice) is (kind is UncheckedLoss)
     assert not any("Job(" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_noted"),
+    [({}, True), ({"eval_accumulation_steps": 2}, False), ({"prediction_loss_only": True}, False)],
+)
+def test_what_evaluation_keeps_on_the_gpu_is_noted(
+    tmp_path: Path, changes: dict[str, Any], is_noted: bool
+) -> None:
+    own = trainer(tmp_path, **changes)
+    own.compute_metrics = lambda _: {}
+    (*_, last) = bft.plan(own, "RTX 3090", micro_batch_size=8).notes
+    kept_bytes = 10 * LONGEST * VOCABULARY * 4
+    assert (f"all 10 samples on the device, up to {format_bytes(kept_bytes)}" in last) is is_noted
 
 
 def test_a_trainer_without_samples_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from brimful.batches import layout_of
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.in_force import put_in_force
+from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
@@ -125,7 +126,7 @@ class PlannedStep:
         )
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
-        self._lengths = LengthWatch(planned, self._layout)
+        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, settings)
         self._check = check
         self._check_split = check_split
         self._recovers = recover
@@ -177,6 +178,8 @@ class PlannedStep:
         if self._check is not None:
             self._check(self._settings, global_batch)
             self._check = None
+        elif (ignored := self._labels.ignored(global_batch)) is not None:
+            warnings.warn(ignored, stacklevel=2)
         step, before = partial(self._attempt, global_batch), self._settings
         recoveries: list[Recovery] = []
         try:

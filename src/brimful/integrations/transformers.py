@@ -30,6 +30,7 @@ from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_batches import few_samples_notes, reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
+from brimful.integrations.trainer_evaluation import evaluation_notes
 from brimful.integrations.trainer_job import (
     check_planned_division,
     effective_batch_size,
@@ -143,9 +144,10 @@ def plan(
 
     def planned() -> Plan:
         with permitted_in_process_group(), RandomState.kept():  # the trainer was seeded when it was made
+            own = job(trainer, longest=longest)
             make = partial(
                 plan_of_trainer,
-                job(trainer, longest=longest),
+                own,
                 device,
                 check=partial(check_planned_division, trainer),
                 global_batch_size=size,
@@ -156,10 +158,9 @@ def plan(
             if joining > of_batch:
                 asked["micro_batch_size"] = of_batch
                 found = make(**asked)
-        joined = _joining_notes(trainer, joining)
-        return replace(
-            found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer), *joined)
-        )
+            evaluated = evaluation_notes(trainer, own) if found.device_kind == "cuda" else ()
+        of_trainer = (*notes_for_trainer(found, trainer), *notes, *division_notes(trainer))
+        return replace(found, notes=(*of_trainer, *_joining_notes(trainer, joining), *evaluated))
 
     try:
         return _of_the_first_process(trainer, planned)

@@ -131,6 +131,9 @@ class Estimate(PrintedResult):
     """The same step under other allocator settings, PyTorch's defaults first; empty if not requested."""
     context_source: str
     """Source of the CUDA context's size."""
+    torch_version: str
+    """Release of PyTorch whose kernels and allocator are assumed, such as "2.13.0": the one that captured the
+    step."""
     corrections: tuple[Correction, ...]
     uncertain_ops: tuple[str, ...]
     parameter_count: int
@@ -280,6 +283,7 @@ def _estimate(
         phases=tuple(_phases(trace, memory)),
         allocators=allocators,
         context_source=device.context_source,
+        torch_version=trace.torch_version.partition("+")[0],
         corrections=trace.corrections,
         uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace), *_of_device(device)),
         parameter_count=trace.parameter_count,

@@ -73,6 +73,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     )
     yield Gauge(bars=(peak,), limit=estimate.capacity_bytes)
     yield Row("settings", _settings(estimate))
+    yield Row("assumed", f"kernels and allocator of PyTorch {estimate.torch_version}")
     if estimate.trainable_parameter_count < estimate.parameter_count:
         yield Row(
             "parameters",

@@ -38,7 +38,8 @@ class StepFacts:
         mean = "means" if others else "mean"
         numbers = "numbers" if others else "a number"
         its = "their" if others else "its"
-        return (*self.uncertain, f"{numbers} drawn at random in {first!r}{modules}, taken for {its} {mean}")
+        where = repr(first) if first else "the model itself"
+        return (*self.uncertain, f"{numbers} drawn at random in {where}{modules}, taken for {its} {mean}")
 
     def note(self, what: str) -> None:
         """Note what is not known for sure."""

@@ -107,6 +107,10 @@ class ModuleCalls:
             self._last_backward = self._owners[index] if index >= 0 else LOSS
         return self._last_backward
 
+    def shown_owner(self) -> str:
+        """The same for a sentence: the path in quotes, or "the model itself"."""
+        return repr(self.owner()) if self.owner() else "the model itself"
+
     def _enter(self, module: nn.Module, _args: Any) -> None:
         name = self._names.get(id(module))
         if name is not None:

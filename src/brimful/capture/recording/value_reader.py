@@ -88,7 +88,7 @@ class ValueReader:
             values = self.known.of(tensor)
         except NotKnownError:
             if not self._position.is_in_optimizer:
-                self._facts.note(f"numbers read from a tensor in {self._modules.owner()!r}")
+                self._facts.note(f"numbers read from a tensor in {self._modules.shown_owner()}")
             return None
         if not values.is_floating_point() and not self._position.is_in_optimizer:
             self._note_decision(tensor)
@@ -105,7 +105,7 @@ class ValueReader:
     ) -> None:
         """Keep the values that an op returns, where they are known or assumed."""
         if info.chooses and not self._first_choice:
-            self._first_choice = f"{info.name} in {self._modules.owner()!r}"
+            self._first_choice = f"{info.name} in {self._modules.shown_owner()}"
         if not info.is_random:
             self._follower.follow(func, args, kwargs, inputs, outputs)
         elif self._follower.follow_draw(func, args, kwargs, outputs):
@@ -131,7 +131,9 @@ class ValueReader:
                 out = run_with_largest_shape(self.known, func, args, kwargs)
                 self._facts.sizes_are_guessed = True
                 extent = "smallest" if self.known.guess is Guess.LEAST else "largest"
-                self._facts.note(f"{func} in {self._modules.owner()!r}, assumed at its {extent} possible size")
+                self._facts.note(
+                    f"{func} in {self._modules.shown_owner()}, assumed at its {extent} possible size"
+                )
                 return out
             raise
 
@@ -146,7 +148,7 @@ class ValueReader:
             answer: bool = self.known.compute(func, args, kwargs)
             return answer
         if not self._position.is_in_optimizer:
-            self._facts.note(f"a number read from a tensor in {self._modules.owner()!r}")
+            self._facts.note(f"a number read from a tensor in {self._modules.shown_owner()}")
         return _as_number(UNKNOWN_NUMBER, func, args[0])
 
     def _note_decision(self, *values: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from brimful.batches import layout_of
 from brimful.display import write_from_signal
+from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.precision import matmul_precision
 from brimful.execution.random_state import RandomState
@@ -66,6 +67,7 @@ class Run:
             () if run.config.plan is None else run.config.plan.sample_sizes,
             layout_of(run.config.job, whole=run.config.settings.global_batch_size),
         )
+        self._labels = LabelWatch(run.config.job, run.config.settings)
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
             run.config,
@@ -232,6 +234,8 @@ class Run:
         before = self._state.step
         if (larger := self._lengths.larger(batch)) is not None:
             self._logger.add_note(f"step {before + 1}: {larger}")
+        if (ignored := self._labels.ignored(batch)) is not None:
+            self._logger.add_note(f"step {before + 1}: {ignored}")
         is_first, is_measured = self._runner.peak is None, self._memory.measures(batch)
         if is_measured and self._memory.includes_copies:
             self._logger.progress.show_note(_COPIES_NOTE)
