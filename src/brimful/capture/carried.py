@@ -102,7 +102,7 @@ class CarriedState:
         self._model, self._others, self._stand_in = model, others, stand_in
         self._plain_name = plain_namer(model)
         self.use: OpUse | None = None
-        """Of the forward that runs; None between forwards."""
+        """What the ops of the forward that runs read and write; None between forwards."""
         self.changed: dict[str, None] = {}
         """Names of state that was found."""
         self._new: dict[str, Any] = {}

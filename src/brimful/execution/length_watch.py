@@ -37,7 +37,7 @@ class LengthWatch:
         self._layout = layout
         self._advice = advice
         self._shapes: list[tuple[int, ...]] = []
-        """Of the latest batch: most batches are like it, and then nothing else is looked at."""
+        """Shapes of the latest batch: most batches have the same, and then nothing else is compared."""
 
     def larger(self, batch: Batch) -> str | None:
         """How a batch is larger than planned.

@@ -43,7 +43,7 @@ class LongestBatch:
     job: Job
     """The job as given; its `batch` is the longest batch that was found, where batches differ."""
     sizes: tuple[SampleSize, ...] = ()
-    """Of the batch that is predicted; empty if the job makes none."""
+    """The sizes of the batch that is predicted; empty if the job makes none."""
     notes: tuple[str, ...] = ()
 
 
@@ -187,7 +187,7 @@ def _with_read(found: LongestBatch, read: LongestRead, samples: int) -> LongestB
 
 
 def read_notes(read: LongestRead, predicted: tuple[SampleSize, ...], advice: str) -> tuple[str, ...]:
-    """Of which lengths a prediction speaks, where batches of data differ.
+    """The lengths that a prediction is for, where batches of data differ.
 
     Args:
         read: What was read.

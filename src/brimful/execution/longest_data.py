@@ -160,7 +160,7 @@ def longest_of_samples(
 
 
 def _of_one_batch(train: Batch, samples: int, layout: BatchLayout) -> LongestRead | None:
-    """Of one batch with all samples: those that take most, where they differ in size."""
+    """The longest samples of one batch that has all of them."""
     total = layout.count(train)
     if layout.why_whole(train) is not None or not total:
         return None
@@ -184,7 +184,7 @@ def _of_one_batch(train: Batch, samples: int, layout: BatchLayout) -> LongestRea
 def _of_batches(
     batches: Iterable[Batch] | None, layout: BatchLayout, total: int | None, *, is_own: bool = False
 ) -> LongestRead | None:
-    """Of an iterable of batches: the one with the most elements for each sample."""
+    """The batch of an iterable that has the most elements for each sample."""
     if batches is None or (not is_own and _is_one_shot(batches)):
         return None
     reading = _Bounded(batches)

@@ -49,7 +49,7 @@ __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Lightning's names. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
 _EPOCHS = 1000
-"""Of a trainer without max_epochs. Source: lightning 2.6, `Trainer.__init__`."""
+"""Epochs of a trainer without max_epochs. Source: lightning 2.6, `Trainer.__init__`."""
 
 
 _MEAN_NOTE = (

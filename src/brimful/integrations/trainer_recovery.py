@@ -65,7 +65,7 @@ class TrainerRecovery:
         self._reruns = False
         self._couples = False
         self._forget_scaled: Callable[[], None] = lambda: None
-        """Of a loss scaler, whose step is taken again."""
+        """Clears what a loss scaler noted of the step that is taken again."""
         self._run_micro_batch: Callable[[Any], object] = lambda _batch: None
         """Forward and backward of a micro-batch of the current step."""
         self._after_backward: list[Callable[[], object]] = []

@@ -30,7 +30,7 @@ from brimful.settings import Parallelism
 
 _DDP = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 _OTHER_DIMENSIONS = ("dp_replicate_size", "tp_size", "cp_size", "sp_size")
-"""Of Accelerate's `ParallelismConfig`: what divides or repeats more than FSDP2's shards."""
+"""Fields of Accelerate's `ParallelismConfig` that divide or repeat more than FSDP2's shards."""
 
 
 def shards(trainer: Trainer) -> bool:

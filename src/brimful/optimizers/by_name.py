@@ -28,7 +28,7 @@ ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
 DeepSpeed 0.19 replaces it by its own, with one parameter group."""
 
 NOT_UNDER_FSDP2 = ("adafactor", "adamw4bit", "adamw8bit")
-"""Those that do not update parts of parameters; `distributed.fsdp.check_optimizer` says why."""
+"""Optimizers that do not update parts of parameters; `distributed.fsdp.check_optimizer` says why."""
 
 _Maker = Callable[[list[nn.Parameter], nn.Module | None], Optimizer]
 """Makes an optimizer from parameters, and their model if it is known."""

@@ -141,7 +141,8 @@ class Plan(PrintedResult):
     what it measures; None for a device that is only named."""
 
     sample_sizes: tuple[SampleSize, ...] = ()
-    """Of which batches the predictions speak: training says when one is larger. Empty if it is not known."""
+    """The sizes of the batch that is predicted; training warns of the first larger one. Empty if they are not
+    known."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:

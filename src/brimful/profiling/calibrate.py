@@ -46,7 +46,7 @@ MEASURED = "measured on this machine"
 _Rate = Annotated[float, Meta(ge=1e6, le=1e18)]
 """Bytes or FLOPs per second. A choice: bfloat16 emulated on a CPU makes 1e9, a B200 1e16 at its fastest."""
 _OpSeconds = Annotated[float, Meta(ge=1e-9, le=1.0)]
-"""Of the smallest op. A choice: launches took 1e-6 to 1e-5 s."""
+"""Time of the smallest op. A choice: launches took 1e-6 to 1e-5 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Calibration:
     sweeps: PositiveInt
     """How often all kinds were gone through."""
     disturbed_fraction: NonNegativeFloat
-    """Of the sizes of all kinds: those that other work on the machine never let run undisturbed."""
+    """Fraction of the sizes of all kinds that other work on the machine never let run undisturbed."""
     measured_at_seconds: PositiveFloat
     """Since the epoch."""
     took_seconds: PositiveFloat

@@ -45,7 +45,7 @@ _SMALL_LOSS = 0.1
 """A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
 than they are. A choice; coupled losses are of the order of 1."""
 CHECKED_SAMPLES = 2
-"""Of each of two micro-batches, where a few samples are enough."""
+"""Samples of each of two micro-batches, where a few are enough."""
 ROUNDINGS = 1000
 """A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
 _LOSS_ROUNDINGS = 100
@@ -294,7 +294,8 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
 _PLANNED_PARAMETERS = 2**27
 """In a model of more, no loss is computed to plan: 512 MiB of float32. A choice."""
 _PLANNED_FLOPS = 2e10
-"""The same for the work of it: about a second on one core. A choice, as planning itself takes seconds."""
+"""A loss that takes more operations is not computed to plan either: about a second on one core. A choice, as
+planning itself takes seconds."""
 
 
 _NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."

@@ -18,7 +18,7 @@ class SampleSize:
     name: str
     """Expression that reaches it, such as `batch["input_ids"]`."""
     shape: tuple[NonNegativeInt | None, ...] = ()
-    """As in the batch, with None in the place of the samples; empty where samples differ in shape."""
+    """The shape in the batch, with None in the place of the samples; empty where samples differ in shape."""
     elements: Annotated[float, Meta(ge=0)]
     """Elements for each sample; the mean where samples differ."""
 

@@ -55,6 +55,17 @@ def test_the_longest_draw_is_cut_for_smaller_micro_batches_and_the_same_each_tim
     assert f"to {longest} in" in first.notes[0]
 
 
+def test_data_are_read_for_the_longest_but_for_an_iterator() -> None:
+    """A run may read the same data now, and an iterator gives each sample once."""
+    lengths = [4, 9, 6]
+    given = job(texts(2, 5), data=Data(train=[texts(2, length) for length in lengths]))
+    assert make_batch(with_longest_batch(given, 2).job, 2)["x"].shape == (2, 9)
+    stream = iter([texts(2, length) for length in lengths])
+    once = job(texts(2, 5), data=Data(train=stream))
+    assert with_longest_batch(once, 2).job is once
+    assert len(list(stream)) == len(lengths)
+
+
 def test_an_error_of_the_jobs_own_batch_is_left_to_the_step() -> None:
     def batch(_n: int) -> Tensor:
         raise RuntimeError("not here")
