@@ -343,6 +343,18 @@ def beside_metric(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels) + 0.0 * float(right)
 
 
+def beside_mean_of_class(scores: Tensor, labels: Tensor) -> Tensor:
+    """A mean, beside that of some labels, which is logged with its gradient."""
+    losses = each(scores, labels)
+    losses[labels < VOCABULARY // 2].mean()
+    return losses.mean()
+
+
+def shares_in_heads(scores: Tensor, labels: Tensor) -> Tensor:
+    share = counted(labels) / counted(labels).sum()
+    return sum((each(scores * scale, labels) * share).sum() for scale in (1.0, 0.5, 0.25, 0.125))
+
+
 CLASS_WEIGHTS = torch.linspace(0.1, 3.0, VOCABULARY)
 
 
@@ -387,6 +399,10 @@ MEANS: dict[str, Callable[[], bf.Job]] = {
     "weights that are shares of the mask": lambda: text_job(
         lambda scores, labels: (each(scores, labels) * (counted(labels) / counted(labels).sum())).sum()
     ),
+    "such weights, used often": lambda: text_job(shares_in_heads),
+    "a product with the reciprocal of a count": lambda: text_job(
+        lambda scores, labels: each(scores, labels).sum() * counted(labels).sum().reciprocal()
+    ),
     "a sum over a count that is read": lambda: text_job(
         lambda scores, labels: F.cross_entropy(scores, labels, reduction="sum") / counted(labels).sum().item()
     ),
@@ -411,6 +427,7 @@ PLAIN_MEANS: dict[str, Callable[[], bf.Job]] = {
         lambda scores, labels: each(scores, labels).sum() / len(labels), ignored=0
     ),
     "control: a mean beside a metric": lambda: text_job(beside_metric, ignored=0),
+    "control: a mean beside that of a class": lambda: text_job(beside_mean_of_class, ignored=0),
     "control: a mean of masked losses": lambda: text_job(
         lambda scores, labels: (each(scores, labels) * counted(labels)).mean()
     ),

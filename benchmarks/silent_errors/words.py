@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -240,6 +242,37 @@ def _existing_in_training() -> Verdict:
     return Verdict.RIGHT
 
 
+def _existing_weight() -> Verdict:
+    """A new layer that holds the weight of one that is trained."""
+    there = nn.Linear(_WIDTH, _WIDTH)
+
+    def build() -> nn.Module:
+        made = nn.Linear(_WIDTH, _WIDTH)
+        made.weight = there.weight
+        return made
+
+    return _is_left_alone(there, build, lambda job: bf.measure(job, bf.Settings(micro_batch_size=8)))
+
+
+class _Locked(nn.Module):
+    """Cannot be copied, and copies a part of itself while it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.first = nn.Linear(_WIDTH, _WIDTH)
+        self.second = copy.deepcopy(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _built_is_not_copied() -> Verdict:
+    bf.estimate(_job(_Locked), "T4", micro_batch_size=8)
+    bf.measure(_job(_Locked), bf.Settings(micro_batch_size=8))
+    return Verdict.RIGHT
+
+
 def _paged(name: str, is_paged: bool) -> Verdict:
     """Whether the state that CUDA may move to the host is stated, of what has any."""
     import bitsandbytes
@@ -275,6 +308,15 @@ CASES = (
     Case(EXISTING, "a plan", lambda: _existing(lambda job: bf.plan(job, "cpu", global_batch_size=16))),
     Case(EXISTING, "a part, planned", _existing_part),
     Case(EXISTING, "a layer with buffers only, measured", _existing_buffers),
+    Case(EXISTING, "a weight of another layer, measured", _existing_weight),
+    Case(
+        EXISTING,
+        "a shallow copy, planned",
+        lambda: _is_left_alone(
+            there := _norms(), lambda: copy.copy(there), lambda job: bf.plan(job, "T4", global_batch_size=16)
+        ),
+    ),
+    Case(EXISTING, "control: a model that cannot be copied", _built_is_not_copied),
     Case(PAGED, "AdamW", lambda: _paged("PagedAdamW", True)),
     Case(PAGED, "AdamW in 8 bits", lambda: _paged("PagedAdamW8bit", True)),
     Case(PAGED, "AdamW in 32 bits", lambda: _paged("PagedAdamW32bit", True)),

@@ -1,25 +1,65 @@
-"""Which modules a function builds, and which were there before, such as a model that is trained now."""
+"""Whether a function builds a model, or returns one that was there before, such as one that is trained now."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from brimful.replaced import replaced
 
+_FRAMES = 4
+"""Frames between a module's `__setstate__` and `copy.copy`, with those of `replaced`."""
+
 
 @contextmanager
-def noting_built_modules() -> Iterator[Callable[[nn.Module], bool]]:
-    """Yield a function that returns whether a model and all of its parts were built since."""
+def noting_built_modules(*, with_tensors: bool = False) -> Iterator[Callable[[nn.Module], bool]]:
+    """Note which modules are built while the context is open.
+
+    Modules that are copied deeply or read from a file count as built.
+
+    Args:
+        with_tensors: Ask the same of parameters and buffers, which takes a walk through all objects.
+
+    Yields:
+        A function that returns whether a model and all of its parts were built.
+    """
+    before = (
+        {id(each) for each in gc.get_objects() if issubclass(type(each), Tensor)} if with_tensors else set()
+    )
     built: dict[int, nn.Module] = {}
-    initialise = nn.Module.__init__
+    initialise, set_state = nn.Module.__init__, nn.Module.__setstate__
 
     def note(module: nn.Module, *args: Any, **named: Any) -> None:
         built[id(module)] = module
         initialise(module, *args, **named)
 
-    with replaced(nn.Module, "__init__", note):
-        yield lambda model: all(id(module) in built for module in model.modules())
+    def note_state(module: nn.Module, state: dict[str, Any]) -> None:
+        if not _is_in_shallow_copy():
+            built[id(module)] = module
+        set_state(module, state)  # type: ignore[no-untyped-call]
+
+    def is_built(model: nn.Module) -> bool:
+        tensors = chain(model.parameters(), model.buffers())
+        return all(id(each) in built for each in model.modules()) and before.isdisjoint(map(id, tensors))
+
+    with replaced(nn.Module, "__init__", note), replaced(nn.Module, "__setstate__", note_state):
+        yield is_built
+
+
+def _is_in_shallow_copy() -> bool:
+    """Whether `copy.copy` calls, which shares the original's parameters."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is copy._reconstruct.__code__:  # type: ignore[attr-defined]
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    else:
+        return False
+    return frame is not None and not frame.f_locals.get("deep", True)

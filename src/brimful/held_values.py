@@ -2,7 +2,7 @@
 
 Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and
 the closures and global names of functions. Objects and functions of libraries are taken to hold nothing. So are
-objects whose class derives from one of torch, such as datasets and dispatch modes: torch keeps state in them.
+torch's modes, in which torch notes how they were entered.
 
 Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
 2.13).
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
@@ -115,6 +117,8 @@ class HeldValues:
         if isinstance(value, nn.Module):
             for path, module in value.named_modules():
                 self._add_module(_joined(name, path), module)
+        elif isinstance(value, TorchDispatchMode | TorchFunctionMode):
+            return
         elif isinstance(value, dict | list | tuple | deque):
             if len(value) > min(_MOST_ENTRIES, self._left):
                 return
@@ -133,7 +137,7 @@ class HeldValues:
             self._add(name, (value.func, value.args, value.keywords))
         elif kind is FunctionType:
             self._add_function(name, value)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _derives_from_library(kind):
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_of_library(kind):
             self._seen.add(id(value))
             self._add(name, vars(value))
             self._add(name, vars(kind).get("__call__"))
@@ -168,10 +172,6 @@ def _names_in(code: Any) -> Iterator[str]:
 
 def _is_of_library(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in _OF_LIBRARIES
-
-
-def _derives_from_library(kind: type) -> bool:
-    return _is_of_library(kind) or any(base.__module__.startswith("torch.") for base in kind.__mro__)
 
 
 def _joined(path: str, name: str) -> str:

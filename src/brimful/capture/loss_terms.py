@@ -2,8 +2,8 @@
 
 A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
 those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch
-is a mean over something else, however often that shows. Fixed divisors and weights of single samples are none,
-nor is what no gradient goes through, such as metrics.
+is a mean over something else, however often that shows. Fixed divisors and weights of single samples are no
+evidence, nor is what backward does not reach, such as metrics.
 
 Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments
 (checked: torch 2.13).
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,8 +57,10 @@ class LossTerms(Rule):
 
     def __init__(self, *about: Any) -> None:
         super().__init__(*about)
-        self._found: Counter[str] = Counter()
-        """What the loss is, in words, and how often that was seen."""
+        self._found: list[tuple[str, object, Tensor]] = []
+        """What the loss is, in words; a token for the op that shows it; and a tensor that depends on it."""
+        self._reached: set[Node] = set()
+        """Autograd's nodes that backward runs."""
         self._depth = 0
         self._numbers: set[float] = set()
         """Numbers that the code read of what it computed from the batch."""
@@ -66,8 +69,19 @@ class LossTerms(Rule):
 
     def found(self) -> tuple[str, ...]:
         """What the loss is; what is found for each sample by itself is a mean over them all the same."""
-        samples = self.settings.micro_batch_size
-        return tuple(what for what, times in self._found.items() if times < samples)
+        reached = {(what, token) for what, token, tensor in self._found if tensor.grad_fn in self._reached}
+        times = Counter(what for what, _ in reached)
+        whats = dict.fromkeys(what for what, _, _ in self._found)
+        return tuple(what for what in whats if 0 < times[what] < self.settings.micro_batch_size)
+
+    def begin_backward(self, roots: tuple[Tensor, ...]) -> None:
+        """Follow the graph of the loss."""
+        left = [root.grad_fn for root in roots]
+        while left:
+            node = left.pop()
+            if node is not None and node not in self._reached:
+                self._reached.add(node)
+                left += [following for following, _ in node.next_functions]
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """A loss of torch chooses entries itself under label smoothing, all of them if no label is ignored."""
@@ -75,13 +89,14 @@ class LossTerms(Rule):
 
     def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
         is_of_chosen = any(getattr(tensor, _CHOSEN, False) for tensor in tensors_in((args, kwargs)))
-        if is_of_chosen and kwargs.get("reduction", "mean") == "mean":
-            self._find(_OF_CHOSEN)
         self._depth += 1
         try:
-            return F.cross_entropy(*args, **kwargs)
+            loss = F.cross_entropy(*args, **kwargs)
         finally:
             self._depth -= 1
+        if is_of_chosen and kwargs.get("reduction", "mean") == "mean":
+            self._find(_OF_CHOSEN, loss)
+        return loss
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Follow what is of the batch, and what was chosen from it."""
@@ -110,31 +125,31 @@ class LossTerms(Rule):
                 setattr(tensor, _CHOSEN, True)
             if shares and name not in _OF_SHAPES and not is_trained:
                 setattr(tensor, _SHARE, shares[0])
-        is_quotient = name in ("div", "div_", "mul", "mul_") and self._depth == 0
-        if is_quotient and self._is_over_count(name, args, chosen):
+        if self._depth == 0 and self._is_over_count(name, args, chosen):
             if is_trained:
-                self._find(_OVER_COUNT)
+                self._find(_OVER_COUNT, outputs[0])
             else:
+                share = (calling_line(), object())
                 for tensor in outputs:
-                    setattr(tensor, _SHARE, calling_line())
+                    setattr(tensor, _SHARE, share)
         if not is_trained:
             return
         if shares:
-            self._find(_OVER_COUNT, shares[0])
+            self._find(_OVER_COUNT, outputs[0], *shares[0])
         if self._depth == 0 and chosen and self._averages(func, name, args, kwargs):
-            self._find(_OF_CHOSEN)
+            self._find(_OF_CHOSEN, outputs[0])
         if name in ("nll_loss_forward", "nll_loss2d_forward"):
-            self._find_in_nll(*args)
+            self._find_in_nll(outputs[0], *args)
 
     def _find_in_nll(
-        self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int
+        self, loss: Tensor, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int
     ) -> None:
         if reduction != _MEAN:
             return
         if weight is not None:
-            self._find("a mean over labels by the weight of their class")
+            self._find("a mean over labels by the weight of their class", loss)
         if ignored != _DEFAULT_IGNORED or self._are_uneven(labels, ignored):
-            self._find(f"{_OVER_LABELS} {ignored}")
+            self._find(f"{_OVER_LABELS} {ignored}", loss)
 
     def _are_uneven(self, labels: Tensor, ignored: int) -> bool:
         """Whether the labels of some samples are ignored more often than those of others.
@@ -155,7 +170,9 @@ class LossTerms(Rule):
 
     def _is_over_count(self, name: str, args: tuple[Any, ...], chosen: bool) -> bool:
         """Whether an op divides by a number that is computed from the batch."""
-        if len(args) < 2:
+        if name == "reciprocal":
+            return args[0].numel() == 1 and self._is_of_batch(args[0])
+        if name not in ("div", "div_", "mul", "mul_"):
             return False
         upper, lower = args[0], args[1]
         if isinstance(lower, Tensor):
@@ -214,14 +231,14 @@ class LossTerms(Rule):
         block = ledger.index_of(value) if value.layout is torch.strided else None
         return block is not None and ledger.blocks[block].category is Category.INPUTS
 
-    def _find(self, what: str, line: str | None = None) -> None:
+    def _find(self, what: str, tensor: Tensor, line: str | None = None, token: object = None) -> None:
         line = line or calling_line()
-        self._found[f"{what}{f' ({line})' if line else ''}"] += 1
+        self._found.append((f"{what}{f' ({line})' if line else ''}", token or object(), tensor))
 
 
 _OF_CHOSEN = "a mean over entries that are chosen from the batch, as by a mask"
 _OVER_COUNT = "a sum over a number that is computed from the batch, such as how many entries are not masked"
 _SHARE = "_brimful_share"
-"""Attribute of what was divided by a count and no gradient goes through, such as weights: the line."""
+"""Attribute of tensors without gradient that were divided by a count: the line of that op and its token."""
 _OF_BATCH = "_brimful_of_batch"
 _CHOSEN = "_brimful_chosen"

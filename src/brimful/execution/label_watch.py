@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from brimful.batches import named_tensors
+from brimful.batches import BatchLayout, named_tensors
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 
@@ -13,28 +13,41 @@ _IGNORED = -100
 
 
 class LabelWatch:
-    """Looks for labels of -100 in batches on the host; what the first batch has is checked elsewhere.
+    """Finds labels of -100 in batches on the host, in tensors of whole numbers with a row for each sample.
 
     A loss that ignores labels is a mean over the others. Where all samples have as many, that is a mean over
     samples too.
 
     Args:
         job: If it says what its loss averages over, nothing is looked for.
-        settings: Nothing is looked for where they do not split the batch.
+        layout: Counts the samples of batches.
     """
 
-    def __init__(self, job: Job, settings: Settings) -> None:
-        is_stated = job.count is not None or job.embed is not None or job.reduction == "sum"
-        self._watches = settings.gradient_accumulation_steps > 1 and not is_stated
+    def __init__(self, job: Job, layout: BatchLayout) -> None:
+        self._dim, self._layout = job.batch_dim or 0, layout
+        self._watches = job.count is None and job.embed is None and job.reduction == "mean"
 
-    def ignored(self, batch: Batch) -> str | None:
-        """Where a batch has ignored labels, and what to do about it; None if it has none, or if another had."""
-        for name, tensor in named_tensors(batch) if self._watches else ():
-            is_integer = tensor.dtype in (torch.int64, torch.int32)
-            if not is_integer or tensor.dim() == 0 or tensor.device.type != "cpu":
+    def ignored(self, batch: Batch, settings: Settings) -> str | None:
+        """Where a batch has ignored labels, and what to do about it.
+
+        Args:
+            batch: A global batch, before it is trained on.
+            settings: Those in force.
+
+        Returns:
+            Two sentences; None if the batch is not split, if it has none, or if an earlier batch was reported.
+        """
+        if not self._watches or settings.gradient_accumulation_steps == 1:
+            return None
+        samples = None
+        for name, tensor in named_tensors(batch):
+            if not _may_be_labels(tensor) or tensor.dim() <= self._dim:
                 continue
-            counts = (tensor == _IGNORED).reshape(len(tensor), -1).sum(1)
-            if counts.numel() and bool((counts != counts[0]).any()):
+            samples = self._layout.count(batch) if samples is None else samples
+            if tensor.shape[self._dim] != samples:
+                continue
+            counts = (tensor == _IGNORED).movedim(self._dim, 0).reshape(samples, -1).sum(1)
+            if bool((counts != counts[0]).any()):
                 self._watches = False
                 return (
                     f"{name} has labels of {_IGNORED}, {int(counts.min())} to {int(counts.max())} in a sample. "
@@ -43,3 +56,8 @@ class LabelWatch:
                     f"Job(count=lambda batch: ({name} != {_IGNORED}).sum())."
                 )
         return None
+
+
+def _may_be_labels(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    return is_plain and tensor.dtype is torch.int64 and tensor.numel() > 0

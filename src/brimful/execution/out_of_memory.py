@@ -99,8 +99,8 @@ class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
     """Memory ran out in a step, and nothing that takes less is left to try; also a `torch.OutOfMemoryError`."""
 
 
-_OF_CODE = (AttributeError, ImportError, NameError, SyntaxError, TypeError)
-"""Errors of code, whatever the number of samples."""
+_ENDS = (PartialUpdateError, OSError, ImportError, NameError)
+"""Errors that are no reason to take less: a timeout is an OSError, and names are missing for any batch."""
 
 
 class Recover(Protocol):
@@ -131,12 +131,7 @@ def with_retries(
     Returns:
         What the last attempt returned.
     """
-    ends: tuple[type[Exception], ...] = (
-        PartialUpdateError,
-        OSError,
-        *_OF_CODE,
-        *but,
-    )  # a timeout is an OSError
+    ends: tuple[type[Exception], ...] = (*_ENDS, *but)
     ran_out: RanOut | None = None
     takes_less = False
     while True:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from brimful.batches import layout_of
-from brimful.errors import BrimfulError, UsageError
+from brimful.errors import BrimfulError, PartialUpdateError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.in_force import put_in_force
 from brimful.execution.label_watch import LabelWatch
@@ -126,7 +126,7 @@ class PlannedStep:
         )
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
-        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, settings)
+        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, self._layout)
         self._check = check
         self._check_split = check_split
         self._recovers = recover
@@ -178,7 +178,7 @@ class PlannedStep:
         if self._check is not None:
             self._check(self._settings, global_batch)
             self._check = None
-        elif (ignored := self._labels.ignored(global_batch)) is not None:
+        elif (ignored := self._labels.ignored(global_batch, self._settings)) is not None:
             warnings.warn(ignored, stacklevel=2)
         step, before = partial(self._attempt, global_batch), self._settings
         recoveries: list[Recovery] = []
@@ -258,7 +258,7 @@ class PlannedStep:
                 raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
             if self._check_split is not None:
                 self._check_split(lowered, global_batch, is_split=is_split)
-        except StepOutOfMemoryError:
+        except (StepOutOfMemoryError, PartialUpdateError):
             raise
         except BrimfulError as error:
             raise self._out_of_memory(ran_out, f"its batch may not be split: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -124,6 +125,16 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def _copy_of(model: nn.Module, job: Job) -> nn.Module:
+    if any(module._compiled_call_impl is not None for module in model.modules()):
+        warnings.warn(
+            f"what runs is a copy of the model of {job.name!r}, and torch copies modules that `compile()` "
+            "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
+            stacklevel=5,
+        )
+    return copied_model(model)
+
+
 def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
     """The job's model, with real weights.
 
@@ -146,22 +157,16 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
                 f"{job.name!r} has `weights` to load and a model that is built already. Give a function that "
                 "builds it, or load them into it and leave `weights` out."
             )
-        if is_copied and any(module._compiled_call_impl is not None for module in job.model.modules()):
-            warnings.warn(
-                f"what runs is a copy of the model of {job.name!r}, and torch copies modules that `compile()` "
-                "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
-                stacklevel=4,
-            )
-        chosen = copied_model(job.model) if is_copied else job.model
+        chosen = _copy_of(job.model, job) if is_copied else job.model
         stay_trainable(chosen)
         return chosen
-    with noting_built_modules() as is_built:
+    with noting_built_modules(with_tensors=True) if is_copied else nullcontext(lambda _model: True) as is_built:
         model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     check_runs_on_one_device(model, job=job.name)
-    if is_copied and not is_built(model):
-        model = copied_model(model)
+    if not is_built(model):
+        model = _copy_of(model, job)
     stay_trainable(model)
     if job.weights is not None:
         job.weights(model)

@@ -12,6 +12,8 @@ from torch import nn
 from brimful.errors import EquivalenceError
 from brimful.job import Batch, Job
 from brimful.profiling import check_planned_split, check_split, check_terms
+from brimful.profiling.splitting import NOT_PLANNED
+from brimful.results.equivalence import SPLITTING_WAY_OUT
 from brimful.settings import Settings
 from brimful.trace import Trace
 
@@ -32,7 +34,7 @@ class Division:
 
         Args:
             job: Its count is that by which the trainer weighs micro-batches.
-            settings: Of the plan.
+            settings: The plan's settings.
             baseline: Training without a plan.
 
         Returns:
@@ -55,7 +57,7 @@ class Division:
         Args:
             job: As for `check_planned`.
             model: In training; neither it nor random generators are changed.
-            settings: Of the plan.
+            settings: The plan's settings.
             batch: One of the loader.
 
         Raises:
@@ -77,6 +79,9 @@ class Division:
             yield
         except EquivalenceError as error:
             found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
-            found = re.sub(r" If the difference is meant, Job\(.*", "", found)
+            found = found.replace(SPLITTING_WAY_OUT, _NO_MEAN).replace(NOT_PLANNED, "Nothing was planned.")
             way_out = f"To keep the {self.whose}'s batches whole, pass micro_batch_size={self.whole} to plan()."
             raise EquivalenceError(f"{found} {way_out}") from None
+
+
+_NO_MEAN = "The loss of a batch is not made of those of its micro-batches."

@@ -17,6 +17,8 @@ from transformers import Trainer
 from brimful.batches import tensors_in
 from brimful.capture.fakes.model import build_fake_model, fakes_behave
 from brimful.capture.values.known import KnownValues
+from brimful.errors import CaptureError
+from brimful.held_values import HeldValues
 from brimful.job import Job
 from brimful.quantities import format_bytes
 from brimful.trace import Guess
@@ -50,10 +52,16 @@ def _output_bytes(trainer: Trainer, job: Job) -> int | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         model = build_fake_model(job, mode, KnownValues(Guess.EXPECTED)).eval()
+    except CaptureError:
+        return None
+    held = HeldValues(model).outside_of(model)
+    try:
         with fakes_behave(), mode, torch.no_grad():
             outputs: Any = model(**tree_map_only(Tensor, mode.from_tensor, dict(job.batch(1))))
     except Exception:  # whatever code of the model raises that reads values
         return None
+    finally:
+        held.restore()
     if isinstance(outputs, Mapping):
         ignored = ("loss", *getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ()))
         outputs = [value for name, value in outputs.items() if name not in ignored]

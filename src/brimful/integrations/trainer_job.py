@@ -30,7 +30,6 @@ from brimful.integrations.trainer_loss import (
     ignores_count,
     items_counter,
     loss_is_of_user,
-    may_ignore_count,
     noticing_use,
     passes_count,
 )
@@ -88,14 +87,14 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
 
 
 def find_use_of_count(trainer: Trainer) -> None:
-    """Run a trainer's loss on fake tensors, unless it ran, to find whether it uses the count of labels."""
-    if may_ignore_count(trainer) and ignores_count(trainer) is None:
+    """Run a trainer's loss on fake tensors, unless it ran, to find how it counts labels."""
+    if ignores_count(trainer) is None:
         any_gpu = find_device("T4")  # of the table, so that nothing is measured; the loss is the same on all
         capture_step(job_of_trainer(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
 
 
 def check_planned_division(trainer: Trainer, job: Job, settings: Settings, baseline: Trace) -> bool:
-    """See `Division.check_planned`; the losses of libraries are made to be divided."""
+    """Check while planning that a user's loss may be divided; losses of libraries are not checked."""
     if not loss_is_of_user(trainer):
         return False
     adds = adds_up(trainer, job.count)
@@ -107,7 +106,7 @@ def check_planned_division(trainer: Trainer, job: Job, settings: Settings, basel
 
 
 def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> None:
-    """See `Division.check_first`.
+    """Check, on a few samples of a real batch, that the loss of a batch is made of those of its micro-batches.
 
     Args:
         trainer: Its model is in training; neither it nor random generators are changed.

@@ -5,8 +5,8 @@ of micro-batches are added. Models that accept this count need not use it: class
 mean over their own batch. Then each micro-batch has a weight: its share of the labels if each token has one,
 else of the samples.
 
-Private API used here: `Trainer._loss_shifts_labels`, `LOSS_MAPPING`, `PreTrainedModel.loss_type`. Checked with
-transformers 5.23, whose `loss_is_scaled_for_ga` is read.
+Private API used here: `Trainer._loss_shifts_labels`, `LOSS_MAPPING`. Checked with transformers 5.23, whose
+`loss_is_scaled_for_ga` is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from brimful.batches import BatchLayout
@@ -32,6 +32,11 @@ from brimful.replaced import replace_attribute
 
 _uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 """Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
+_shifts_labels: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
+"""Whether `compute_loss` compares each token with the label of the next one, for trainers whose loss ran.
+
+`Trainer._loss_shifts_labels` leaves out models whose class has no loss type, such as GPT-2, and does not know
+losses of users."""
 
 
 def passes_count(trainer: Trainer) -> bool:
@@ -86,13 +91,9 @@ def loss_is_of_user(trainer: Trainer) -> bool:
     of_loss = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
     if trainer.compute_loss_func is not None or not _is_of_library(of_loss):
         return True
-    return not _is_of_library(type(_base_model(trainer)))
-
-
-def _base_model(trainer: Trainer) -> Any:
-    """The model, without adapters of peft."""
     model: Any = model_of(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # under adapters of peft
+    return not _is_of_library(type(base))
 
 
 def _is_of_library(made: type) -> bool:
@@ -101,11 +102,21 @@ def _is_of_library(made: type) -> bool:
 
 @contextmanager
 def noticing_use(trainer: Trainer, items: Tensor | None) -> Iterator[None]:
-    """Within, note for `ignores_count` whether an op reads the count of labels."""
-    watch = _Watch(items)
-    with watch:
-        yield
-    _uses_count[trainer] = watch.is_used
+    """Within, note whether an op reads the count of labels, and whether the loss shifts labels."""
+    watch, shifting = _Watch(items), []
+
+    def shifts(*args: Any, **kwargs: Any) -> Any:
+        shifting.append(kwargs.get("shift_labels") is None)
+        return ForCausalLMLoss(*args, **kwargs)
+
+    names = [name for name, loss in LOSS_MAPPING.items() if loss is ForCausalLMLoss]
+    LOSS_MAPPING.update(dict.fromkeys(names, shifts))
+    try:
+        with watch:
+            yield
+    finally:
+        LOSS_MAPPING.update(dict.fromkeys(names, ForCausalLMLoss))
+    _uses_count[trainer], _shifts_labels[trainer] = watch.is_used, any(shifting)
 
 
 class _Watch(TorchFunctionMode):
@@ -138,27 +149,21 @@ def _counted(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
     return count
 
 
-def _shifts_labels(trainer: Trainer) -> bool:
-    """Whether each token is compared with the label of the next one.
-
-    The trainer's own answer leaves out models whose class has no loss type, such as GPT-2: their loss is
-    `ForCausalLMLoss` too (transformers/modeling_utils.py, PreTrainedModel.loss_function).
-    """
-    model = _base_model(trainer)
-    if getattr(trainer, "_loss_shifts_labels", False) or not isinstance(model, PreTrainedModel):
-        return bool(getattr(trainer, "_loss_shifts_labels", False))
-    is_causal = LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
-    return is_causal and not getattr(model.config, "is_encoder_decoder", False)
-
-
 def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], float]:
-    """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples."""
-    shifts = _shifts_labels(trainer)
+    """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples.
+
+    Labels are counted as the trainer does where its loss is divided by that, as in evaluation, else as the loss
+    does.
+    """
 
     def count(batch: Any) -> float:
         labels = batch.get("labels")
-        is_of_tokens = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
-        return float(_counted(batch, shifts=shifts) if is_of_tokens else layout.count(batch))
+        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            return float(layout.count(batch))
+        is_divided = passes_count(trainer) and ignores_count(trainer) is False
+        if is_divided:
+            return float(counted_labels(trainer, batch))
+        return float(_counted(batch, shifts=_shifts_labels.get(trainer, False)))
 
     return count
 

@@ -141,21 +141,27 @@ def _verified(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> EquivalenceReport:
     """The report for `settings`, which may be those planned with fewer samples."""
+    batches = [make_batch(job, settings.rank_batch_size) for _ in range(_STEPS)]
+    layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
+    few = layout.split(batches[0], settings.micro_batch_size)[0]
+    stateful = carried_state(job, model.to(device), few)  # all else runs on copies
     try:
-        return _compared(job, planned, settings, model, device, seed)
+        return _compared(job, planned, settings, model, device, seed, batches, stateful)
     except PartialUpdateError as error:
         raise EquivalenceError(f"{job.name}: the plan cannot be compared with the baseline: {error}") from error
 
 
 def _compared(
-    job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
+    job: Job,
+    planned: Settings,
+    settings: Settings,
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    batches: list[Batch],
+    stateful: tuple[str, ...],
 ) -> EquivalenceReport:
-    batches = [make_batch(job, settings.rank_batch_size) for _ in range(_STEPS)]
     batch = batches[0]
-    few = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
-        batch, settings.micro_batch_size
-    )[0]
-    stateful = carried_state(job, model.to(device), few)
     compute = partial(_computed, job, model, batches, device, seed, stateful)
     plain = replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False)
     kept = compute(plain)

@@ -105,7 +105,7 @@ def compare_split_loss(
         try:
             with without_gradients_if_it_can(model, partial(_compared_split, split, seed)) as compared:
                 return compared()
-        except (torch.OutOfMemoryError, PartialUpdateError):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
             return Comparison(
@@ -213,7 +213,7 @@ def check_terms(job: Job, samples: int, *, weighs_labels: bool = False, is_plann
 
     Args:
         job: As for `terms_of_loss`.
-        samples: In the batch.
+        samples: Number of samples in the batch.
         weighs_labels: As for `terms_of_loss`.
         is_planned: Whether this is before the first step of a plan, and not before planning.
 
@@ -222,7 +222,7 @@ def check_terms(job: Job, samples: int, *, weighs_labels: bool = False, is_plann
     """
     terms = terms_of_loss(job, samples, weighs_labels=weighs_labels)
     if terms is not None:
-        raise not_the_same(job, terms, samples, "cpu", end=_NOT_TRAINED if is_planned else _NOT_PLANNED)
+        raise not_the_same(job, terms, samples, "cpu", end=NOT_TRAINED if is_planned else NOT_PLANNED)
 
 
 def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Comparison | None:
@@ -287,7 +287,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
     except Exception:  # whatever code of the job raises that needs more than a host and few samples
         return False
     if not comparison.holds:
-        raise not_the_same(job, comparison, samples, "cpu", end=_NOT_PLANNED)
+        raise not_the_same(job, comparison, samples, "cpu", end=NOT_PLANNED)
     return not comparison.why_not_compared
 
 
@@ -298,14 +298,16 @@ _PLANNED_FLOPS = 2e10
 planning itself takes seconds."""
 
 
-_NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
-_NOT_PLANNED = (
+NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
+"""End of the error in the first step."""
+NOT_PLANNED = (
     "Nothing was planned. If the difference is meant, Job(count=lambda batch: 1) weighs micro-batches alike."
 )
+"""End of the error while planning."""
 
 
 def not_the_same(
-    job: Job, comparison: Comparison, samples: int, device: str, *, end: str = _NOT_TRAINED
+    job: Job, comparison: Comparison, samples: int, device: str, *, end: str = NOT_TRAINED
 ) -> EquivalenceError:
     """The error for a batch that is not what its parts are.
 

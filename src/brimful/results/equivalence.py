@@ -23,6 +23,16 @@ def _holds(comparison: Comparison) -> bool | None:
     return None if comparison.why_not_compared else comparison.holds
 
 
+SPLITTING_WAY_OUT = (
+    "The loss of the batch is not the mean of those of its parts. If it averages over something other than "
+    "samples, such as unmasked tokens, pass their number: "
+    'Job(count=lambda batch: batch["mask"].sum()). If it compares samples with each other, as a '
+    "contrastive loss does, pass Job(embed=…, loss=lambda embeddings: …). Otherwise do not split: "
+    "set micro_batch_size to the global batch size."
+)
+"""What a user of a `Job` does about a batch that may not be split."""
+
+
 @json_form(
     JsonForm(derived={"holds": _holds}, order=("name", "holds"), keys={"why_not_compared": "left_out_because"})
 )
@@ -93,13 +103,7 @@ class EquivalenceReport(PrintedResult):
         failed = [comparison.name for comparison in self.comparisons if not comparison.holds]
         ways = []
         if any(name.startswith("splitting") for name in failed):
-            ways.append(
-                "The loss of the batch is not the mean of those of its parts. If it averages over something "
-                "other than samples, such as unmasked tokens, pass their number: "
-                'Job(count=lambda batch: batch["mask"].sum()). If it compares samples with each other, as a '
-                "contrastive loss does, pass Job(embed=…, loss=lambda embeddings: …). Otherwise do not split: "
-                "set micro_batch_size to the global batch size."
-            )
+            ways.append(SPLITTING_WAY_OUT)
         if any(not name.startswith(("splitting", "the memory format")) for name in failed):
             ways.append(
                 "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "

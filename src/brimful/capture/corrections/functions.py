@@ -27,8 +27,9 @@ class CorrectedFunctions(TorchFunctionMode):
     def __init__(self, rules: Iterable[Rule], places: Places) -> None:
         super().__init__()
         self._places = places
+        self._rules = tuple(rules)
         self._stand_ins = {
-            function: stand_in for rule in rules for function, stand_in in rule.functions().items()
+            function: stand_in for rule in self._rules for function, stand_in in rule.functions().items()
         }
         self._on_backward: Callable[[bool], None] = lambda _begins: None
         self._backward_depth = 0
@@ -81,6 +82,8 @@ class CorrectedFunctions(TorchFunctionMode):
                 given = tuple(torch.ones_like(root) for root in roots)
         elif isinstance(given, torch.Tensor):
             given = (given,)
+        for rule in self._rules:
+            rule.begin_backward(roots)
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
         with self._in_backward(), self:
             torch.autograd.graph._engine_run_backward(

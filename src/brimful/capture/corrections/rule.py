@@ -71,6 +71,9 @@ class Rule:
     ) -> None:
         """Called after each op that is watched, before its outputs are recorded."""
 
+    def begin_backward(self, roots: tuple[torch.Tensor, ...]) -> None:
+        """Called before each backward pass, with the tensors that it begins at."""
+
     def begin_step(self) -> None:
         """Called before each captured step: what it changed in earlier ones counts no more, unless it lasts."""
         if not self.lasts:

@@ -38,9 +38,16 @@ class StepFacts:
         mean = "means" if others else "mean"
         numbers = "numbers" if others else "a number"
         its = "their" if others else "its"
-        where = repr(first) if first else "the model itself"
-        return (*self.uncertain, f"{numbers} drawn at random in {where}{modules}, taken for {its} {mean}")
+        return (
+            *self.uncertain,
+            f"{numbers} drawn at random in {shown_path(first)}{modules}, taken for {its} {mean}",
+        )
 
     def note(self, what: str) -> None:
         """Note what is not known for sure."""
         self.uncertain.setdefault(what)
+
+
+def shown_path(module: str) -> str:
+    """The path of a module in quotes, or "the model itself"."""
+    return repr(module) if module else "the model itself"

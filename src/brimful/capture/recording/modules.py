@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from brimful.capture.recording.facts import shown_path
 from brimful.module_names import plain_namer
 from brimful.replaced import replaced
 from brimful.transforms.input_ops import InputOps, Made
@@ -108,8 +109,8 @@ class ModuleCalls:
         return self._last_backward
 
     def shown_owner(self) -> str:
-        """The same for a sentence: the path in quotes, or "the model itself"."""
-        return repr(self.owner()) if self.owner() else "the model itself"
+        """The path of that module in quotes, or "the model itself"."""
+        return shown_path(self.owner())
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         name = self._names.get(id(module))

@@ -88,7 +88,7 @@ class Places:
         self.is_wrong = False
         """Whether tensors were put on the host before it was seen that "cpu" names the device."""
         self.runs_op = False
-        """Whether an op runs, whose code for fakes, of any library, makes its results where its inputs are."""
+        """Whether an op is running. Its code for fakes expects the devices of its inputs."""
         self._names_gpu = self._has_named = self._has_marks = False
         self._making: Place | None = None
         self._unnamed: dict[int, tuple[int, ...]] = {}

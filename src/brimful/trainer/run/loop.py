@@ -63,11 +63,9 @@ class Run:
             batches=run.batches,
             total_steps=run.total_steps,
         )
-        self._lengths = LengthWatch(
-            () if run.config.plan is None else run.config.plan.sample_sizes,
-            layout_of(run.config.job, whole=run.config.settings.global_batch_size),
-        )
-        self._labels = LabelWatch(run.config.job, run.config.settings)
+        layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
+        self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
+        self._labels = LabelWatch(run.config.job, layout)
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
             run.config,
@@ -234,7 +232,7 @@ class Run:
         before = self._state.step
         if (larger := self._lengths.larger(batch)) is not None:
             self._logger.add_note(f"step {before + 1}: {larger}")
-        if (ignored := self._labels.ignored(batch)) is not None:
+        if (ignored := self._labels.ignored(batch, self._state.settings)) is not None:
             self._logger.add_note(f"step {before + 1}: {ignored}")
         is_first, is_measured = self._runner.peak is None, self._memory.measures(batch)
         if is_measured and self._memory.includes_copies:

@@ -73,7 +73,7 @@ def find_better(
         InfeasibleError: Nothing permitted fits.
         CaptureError: A step cannot be captured.
     """
-    job = with_longest_batch(job, settings.rank_batch_size).job
+    job = with_longest_batch(replace(job, data=None), settings.rank_batch_size).job
     with CachedCapture(replace(job, loop=None), device) as capture:
         ours = estimate_of(settings, capture, device)
         peak_bytes = measured.peak_reserved_bytes

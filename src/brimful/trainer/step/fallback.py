@@ -73,7 +73,7 @@ class MemoryFallback:
 
     def _replanned(self, settings: Settings) -> Settings:
         device = device_record(self._device)
-        longest = with_longest_batch(self._job, settings.rank_batch_size)
+        longest = with_longest_batch(replace(self._job, data=None), settings.rank_batch_size)
         cautious = CautiousCapture(longest.job, device)
 
         @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from brimful.errors import BrimfulError
+from brimful.errors import BrimfulError, PartialUpdateError
 from brimful.execution.out_of_memory import make_room
 from brimful.planner import Plan
 from brimful.profiling import device_record
@@ -155,6 +155,8 @@ class SelfCorrecting:
 
         try:
             self._recovery.change_settings(certified)
+        except PartialUpdateError:
+            raise
         except Exception as error:  # those before are in force again
             return found, _reason(error)
         assert self._change is not None
