@@ -9,8 +9,8 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -669,9 +669,26 @@ def leaves_random_numbers(
     call: Callable[[bf.Job], object], job: Callable[[], bf.Job] = _drawing_job
 ) -> Verdict:
     """Weights that are made after a call are those without it; so are the environment and other generators."""
-    chosen = job()
-    for module in [name for name in sys.modules if name.split(".")[0] == "rich"]:
-        del sys.modules[module]  # as in a new process: importing it draws
+    with _rich_imported_anew():
+        return _leaves_random_numbers(call, job())
+
+
+@contextmanager
+def _rich_imported_anew() -> Iterator[None]:
+    """Within, importing rich draws random numbers as in a new process."""
+
+    def taken() -> dict[str, Any]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "rich"}
+
+    before = taken()
+    try:
+        yield
+    finally:
+        taken()
+        sys.modules.update(before)
+
+
+def _leaves_random_numbers(call: Callable[[bf.Job], object], job: bf.Job) -> Verdict:
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -682,7 +699,7 @@ def leaves_random_numbers(
         return torch.get_rng_state(), random.getstate(), np.random.get_state(), own
 
     before = state()
-    call(chosen)
+    call(job)
     after = state()
     differing = [
         name
