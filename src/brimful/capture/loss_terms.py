@@ -2,8 +2,8 @@
 
 A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
 those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch
-is a mean over something else, however often that shows. Fixed divisors and weights of single samples are no
-evidence, nor is what backward does not reach, such as metrics.
+is a mean over something else, however often that shows. Fixed divisors, weights of single samples and what
+backward does not reach, such as metrics, are not evidence.
 
 Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments
 (checked: torch 2.13).

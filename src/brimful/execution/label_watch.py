@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from brimful.batches import BatchLayout, named_tensors
@@ -46,8 +47,9 @@ class LabelWatch:
             samples = self._layout.count(batch) if samples is None else samples
             if tensor.shape[self._dim] != samples:
                 continue
-            counts = (tensor == _IGNORED).movedim(self._dim, 0).reshape(samples, -1).sum(1)
-            if bool((counts != counts[0]).any()):
+            is_ignored = np.moveaxis(tensor.numpy() == _IGNORED, self._dim, 0)  # as tensors memory may run out
+            counts = is_ignored.reshape(samples, -1).sum(1)
+            if (counts != counts[0]).any():
                 self._watches = False
                 return (
                     f"{name} has labels of {_IGNORED}, {int(counts.min())} to {int(counts.max())} in a sample. "

@@ -100,7 +100,7 @@ class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
 
 
 _ENDS = (PartialUpdateError, OSError, ImportError, NameError)
-"""Errors that are no reason to take less: a timeout is an OSError, and names are missing for any batch."""
+"""Errors that end the attempts: a timeout is an OSError, and names are missing for any batch."""
 
 
 class Recover(Protocol):
