@@ -1,4 +1,7 @@
-"""Warns of the first batch with ignored labels where micro-batches weigh by their samples."""
+"""Warns of the first batch with ignored labels where micro-batches weigh by their samples.
+
+Private torch API used here: `torch._C._DisableTorchDispatch` (checked: 2.13).
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,9 @@ class LabelWatch:
             samples = self._layout.count(batch) if samples is None else samples
             if tensor.shape[self._dim] != samples:
                 continue
-            is_ignored = np.moveaxis(tensor.numpy() == _IGNORED, self._dim, 0)  # as tensors memory may run out
-            counts = is_ignored.reshape(samples, -1).sum(1)
+            with torch._C._DisableTorchDispatch():  # not an op of the step, in which memory may run out
+                labels = np.moveaxis(tensor.numpy(), self._dim, 0)
+            counts = (labels == _IGNORED).reshape(samples, -1).sum(1)
             if (counts != counts[0]).any():
                 self._watches = False
                 return (
