@@ -57,9 +57,9 @@ def _is_in_shallow_copy() -> bool:
     """Whether `copy.copy` calls, which shares the original's parameters."""
     frame = sys._getframe(2)
     for _ in range(_FRAMES):
-        if frame is None or frame.f_code is copy._reconstruct.__code__:  # type: ignore[attr-defined]
-            break
-        frame = frame.f_back  # type: ignore[assignment]
-    else:
-        return False
-    return frame is not None and not frame.f_locals.get("deep", True)
+        if frame.f_code is copy._reconstruct.__code__:  # type: ignore[attr-defined]
+            return not frame.f_locals["deep"]
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -26,16 +26,15 @@ from brimful.batches import tensors_in
 from brimful.capture.corrections import Rule
 from brimful.capture.recording.lines import calling_line
 from brimful.capture.values.known import NotKnownError
+from brimful.execution.label_watch import IGNORED_LABEL
 from brimful.trace import Category, Phase
 
 aten = torch.ops.aten
 
 _MEAN = 1
 """Among ATen's reductions (Reduction.h)."""
-_DEFAULT_IGNORED = -100
-"""The label that torch ignores by default; evidence only if a label has it."""
 _OVER_LABELS = "a mean over labels other than"
-MEAN_OVER_LABELS = f"{_OVER_LABELS} {_DEFAULT_IGNORED}"
+MEAN_OVER_LABELS = f"{_OVER_LABELS} {IGNORED_LABEL}"
 """How a loss is described whose mean is over all labels but those ignored by default."""
 _OF_SHAPES = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
@@ -148,7 +147,7 @@ class LossTerms(Rule):
             return
         if weight is not None:
             self._find("a mean over labels by the weight of their class", loss)
-        if ignored != _DEFAULT_IGNORED or self._are_uneven(labels, ignored):
+        if ignored != IGNORED_LABEL or self._are_uneven(labels, ignored):
             self._find(f"{_OVER_LABELS} {ignored}", loss)
 
     def _are_uneven(self, labels: Tensor, ignored: int) -> bool:

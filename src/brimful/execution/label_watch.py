@@ -12,7 +12,7 @@ from brimful.batches import BatchLayout, named_tensors
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 
-_IGNORED = -100
+IGNORED_LABEL = -100
 """The label that torch's losses ignore by default (torch.nn.functional.cross_entropy)."""
 
 
@@ -52,14 +52,15 @@ class LabelWatch:
                 continue
             with torch._C._DisableTorchDispatch():  # not an op of the step, in which memory may run out
                 labels = np.moveaxis(tensor.numpy(), self._dim, 0)
-            counts = (labels == _IGNORED).reshape(samples, -1).sum(1)
+            counts = (labels == IGNORED_LABEL).reshape(samples, -1).sum(1)
             if (counts != counts[0]).any():
                 self._watches = False
+                fewest, most = int(counts.min()), int(counts.max())
                 return (
-                    f"{name} has labels of {_IGNORED}, {int(counts.min())} to {int(counts.max())} in a sample. "
-                    "If the loss ignores them, it is a mean over the others, but micro-batches weigh by their "
-                    "samples, which is not the training of the whole batch. Pass "
-                    f"Job(count=lambda batch: ({name} != {_IGNORED}).sum())."
+                    f"{name} has labels of {IGNORED_LABEL}, {fewest} to {most} in a sample. If the loss "
+                    "ignores them, it is a mean over the others, but micro-batches weigh by their samples, "
+                    "which is not the training of the whole batch. Pass "
+                    f"Job(count=lambda batch: ({name} != {IGNORED_LABEL}).sum())."
                 )
         return None
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from brimful.errors import EquivalenceError
 from brimful.job import Batch, Job
-from brimful.profiling import check_planned_split, check_split, check_terms
+from brimful.profiling import check_planned_split, check_split
 from brimful.profiling.splitting import NOT_PLANNED
 from brimful.results.equivalence import SPLITTING_WAY_OUT
 from brimful.settings import Settings
@@ -45,11 +45,8 @@ class Division:
         """
         if settings.micro_batch_size >= self.whole:
             return True
-        divided = self._divided(settings)
         with self._saying_how_to_keep_it_whole():
-            if self.weighs_labels:
-                check_terms(job, divided.rank_batch_size, weighs_labels=True)
-            return check_planned_split(job, divided, baseline)
+            return check_planned_split(job, self._divided(settings), baseline, weighs_labels=self.weighs_labels)
 
     def check_first(self, job: Job, model: nn.Module, settings: Settings, batch: Batch) -> None:
         """Check, on a few samples of the first batch, that its loss is made of those of its micro-batches.
@@ -63,11 +60,8 @@ class Division:
         Raises:
             EquivalenceError: It is not.
         """
-        divided = self._divided(settings)
         with self._saying_how_to_keep_it_whole():
-            if self.weighs_labels:
-                check_terms(replace(job, batch=batch), self.whole, weighs_labels=True, is_planned=True)
-            check_split(job, model, divided, batch)
+            check_split(job, model, self._divided(settings), batch, weighs_labels=self.weighs_labels)
 
     def _divided(self, settings: Settings) -> Settings:
         """Settings of which a step is one batch."""

@@ -29,7 +29,6 @@ from brimful.profiling.splitting import (
     check_may_split,
     check_planned_split,
     check_split,
-    check_terms,
     split_changes_layers,
     split_not_compared,
 )
@@ -47,7 +46,6 @@ __all__ = [
     "check_may_split",
     "check_planned_split",
     "check_split",
-    "check_terms",
     "device_record",
     "larger_peak",
     "measure_context",

@@ -132,7 +132,9 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
+def check_split(
+    job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, weighs_labels: bool = False
+) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
     The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch,
@@ -143,6 +145,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
         model: Left as it was, as are all generators.
         settings: Say whether the batch is split.
         global_batch: What the step is about to train on.
+        weighs_labels: As for `terms_of_loss`.
 
     Raises:
         EquivalenceError: The loss of the batch is not the mean of those of its parts.
@@ -152,7 +155,9 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= min(micro, CHECKED_SAMPLES):
         return
-    check_terms(replace(job, batch=global_batch), samples, is_planned=True)
+    terms = terms_of_loss(replace(job, batch=global_batch), samples, weighs_labels=weighs_labels)
+    if terms is not None:
+        raise not_the_same(job, terms, samples, "cpu")
     reason = ""
     for size in dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1))):
         few = _few_samples(job, layout, global_batch, min(2 * size, samples))
@@ -208,23 +213,6 @@ def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
     )
 
 
-def check_terms(job: Job, samples: int, *, weighs_labels: bool = False, is_planned: bool = False) -> None:
-    """Check that no op of a loss shows that it averages over something else than samples.
-
-    Args:
-        job: As for `terms_of_loss`.
-        samples: Number of samples in the batch.
-        weighs_labels: As for `terms_of_loss`.
-        is_planned: Whether this is before the first step of a plan, and not before planning.
-
-    Raises:
-        EquivalenceError: An op shows it.
-    """
-    terms = terms_of_loss(job, samples, weighs_labels=weighs_labels)
-    if terms is not None:
-        raise not_the_same(job, terms, samples, "cpu", end=NOT_TRAINED if is_planned else NOT_PLANNED)
-
-
 def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Comparison | None:
     """What the loss averages over, if its ops show that this is something else than samples.
 
@@ -233,7 +221,7 @@ def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Com
     Args:
         job: Its batch has the labels. If it says what the loss averages over, nothing else is looked for,
             unless that is labels.
-        samples: In the batch.
+        samples: Number of samples in the batch.
         weighs_labels: Whether micro-batches weigh by their labels other than -100, and not by their samples.
 
     Returns:
@@ -251,7 +239,7 @@ def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Com
     return Comparison(name="splitting", evidence="; ".join(found)) if found else None
 
 
-def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
+def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs_labels: bool = False) -> bool:
     """Check before training what `check_split` checks in the first step, if a plan splits the batch.
 
     The losses of few samples are computed on the host, with weights as the model is built, if that takes no
@@ -261,6 +249,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
         job: The job that was planned.
         settings: Of the plan.
         baseline: Training without a plan.
+        weighs_labels: As for `terms_of_loss`.
 
     Returns:
         Whether the batch is known to be what its parts are.
@@ -270,7 +259,9 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
     """
     if settings.gradient_accumulation_steps == 1 or job.embed is not None:
         return True
-    check_terms(job, settings.rank_batch_size)
+    terms = terms_of_loss(job, settings.rank_batch_size, weighs_labels=weighs_labels)
+    if terms is not None:
+        raise not_the_same(job, terms, settings.rank_batch_size, "cpu", end=NOT_PLANNED)
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
     samples = 2 * size
     flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)

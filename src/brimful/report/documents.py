@@ -37,15 +37,8 @@ json_form(
             *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
             *("predicted_step_seconds", "predicted_step_seconds_interval", "predicted_samples_per_second"),
             *("breakdown", "peak", "largest"),
-            *(
-                "modules",
-                "phases",
-                "allocators",
-                "context_source",
-                "torch_version",
-                "cache_flushes",
-                "out_of_memory_at",
-            ),
+            *("modules", "phases", "allocators", "context_source", "torch_version"),
+            *("cache_flushes", "out_of_memory_at"),
         ),
         omitted=(
             *("peak_phase", "peak_module", "peak_op", "step_time", "own_checkpoints"),

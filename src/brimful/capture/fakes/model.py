@@ -68,7 +68,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     """
     if isinstance(job.model, nn.Module):
         check_runs_on_one_device(job.model, job=job.name)
-        return _copied(job.model, mode, known).train()
+        return _copied(job.model, mode, known)
     try:
         with _parameters_on_meta(), noting_built_modules() as is_built:
             model = job.model()
@@ -83,7 +83,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     check_runs_on_one_device(model, job=job.name)
     if not is_built(model):
-        return _copied(model, mode, known).train()
+        return _copied(model, mode, known)
     quantise(model, "meta")
     _replace_tensors(model, mode, known)
     stay_trainable(model)
@@ -91,7 +91,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
 
 
 def _copied(original: nn.Module, mode: FakeTensorMode, known: KnownValues) -> nn.Module:
-    """A copy of a model with fakes in the place of its parameters and buffers."""
+    """A copy of a model, in training mode, with fakes in the place of its parameters and buffers."""
     wrapper = Wrapper()
     fakes = {id(tensor): to_fake(tensor, mode, wrapper=wrapper) for tensor in _tensors(original)}
     for tensor in original.buffers():
@@ -105,7 +105,7 @@ def _copied(original: nn.Module, mode: FakeTensorMode, known: KnownValues) -> nn
         if module._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
             copied.compile(backend="eager")
     stay_trainable(model)
-    return model
+    return model.train()
 
 
 @contextmanager
