@@ -145,6 +145,29 @@ def test_adamw8bit_says_what_to_install(monkeypatch):
         make_optimizer(job("adamw8bit"), [matrix()])
 
 
+@pytest.mark.parametrize("device", ["A100-SXM4-80GB", "cpu"])
+def test_adamw8bit_is_predicted_without_the_library(device, monkeypatch):
+    def predicted():
+        model = nn.Sequential(nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 300), nn.Linear(300, 1))
+        small_and_large = Job(
+            model=model,
+            loss=lambda model, batch: model(batch).mean(),
+            batch=lambda samples: torch.ones(samples, 8),
+            optimizer="adamw8bit",
+        )
+        result = bf.estimate(small_and_large, device, micro_batch_size=4)
+        return (
+            result.predicted_device_interval_bytes,
+            result.breakdown,
+            result.phases,
+            result.predicted_step_seconds,
+        )
+
+    with_it = predicted()
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    assert predicted() == with_it
+
+
 class Reader(nn.Module):
     """An embedding, hidden layers, a convolution, a norm and a head."""
 

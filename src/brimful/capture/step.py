@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
+from brimful.one_at_a_time import one_at_a_time
 from brimful.settings import Settings
 from brimful.status import report
 from brimful.trace import Guess, Trace, own_checkpoints
@@ -237,8 +239,28 @@ def _capturing(job: Job, settings: Settings) -> Iterator[CompiledCode]:
         without_garbage_collection(),
         compiled.runs_eagerly(),
         meta_errors_unlogged(),
+        _without_deprecation_warnings(),
     ):
         yield compiled
+
+
+@contextmanager
+def _without_deprecation_warnings() -> Iterator[None]:
+    """Ignore warnings about deprecated code: a real step gives them, and a plan runs the code several times."""
+    caught = warnings.catch_warnings()
+
+    def leave() -> None:
+        caught.__exit__(None, None, None)
+
+    with one_at_a_time():
+        caught.__enter__()
+        for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        try:
+            with one_at_a_time(leave):
+                yield
+        finally:
+            leave()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
-from brimful.optimizers import AdamW4bit
+from brimful.optimizers import AdamW4bit, is_of_bitsandbytes
 from brimful.settings import Settings
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
             "do in place of divided matrices. Take another optimizer, or train by DDP."
         )
-    if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+    if is_of_bitsandbytes(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} is not trained under FSDP2: bitsandbytes' kernels do not take the "
             "parts that a parameter is divided into. Take 'adamw', or train by DDP."

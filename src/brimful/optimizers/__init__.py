@@ -43,6 +43,7 @@ from brimful.optimizers.implementations import (
 )
 from brimful.optimizers.muon import Muon
 from brimful.optimizers.ownership import check_parameters
+from brimful.optimizers.predicted_8bit import is_of_bitsandbytes
 from brimful.optimizers.sparse import (
     SPARSE_ARGUMENT,
     check_dense_gradients,
@@ -65,6 +66,7 @@ __all__ = [
     "check_parameters",
     "has_gaps",
     "has_implementation",
+    "is_of_bitsandbytes",
     "kept_implementation",
     "make_optimizer",
     "named_optimizer",

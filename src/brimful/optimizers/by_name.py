@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brimful.arguments import checks_arguments
@@ -20,6 +21,7 @@ from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import check_gaps, set_implementation
 from brimful.optimizers.muon import Muon
 from brimful.optimizers.ownership import check_parameters
+from brimful.optimizers.predicted_8bit import AdamW8bit as PredictedAdamW8bit
 from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
 
@@ -227,6 +229,8 @@ def _make_adamw8bit(parameters: list[nn.Parameter], _model: nn.Module | None) ->
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
+        if all(isinstance(parameter, FakeTensor) for parameter in parameters):
+            return PredictedAdamW8bit(parameters)
         raise UsageError(
             f"the optimizer 'adamw8bit' is that of bitsandbytes, which cannot be imported: {error}. "
             "Install it: pip install bitsandbytes. Without it, 'adafactor' "

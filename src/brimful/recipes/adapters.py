@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.errors import UnknownNameError, UsageError
+from brimful.models.predicted_layers import PREDICTED, PredictedLinear4bit, PredictedLinear8bit
 from brimful.recipes.heads import Head
 
 QUANTIZATIONS: Mapping[str, tuple[str, bool]] = {
@@ -100,7 +102,7 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
         has_adapters: Whether adapters are trained.
 
     Raises:
-        UsageError: The name is unknown, bitsandbytes is missing, or quantised weights would be trained.
+        UsageError: The name is unknown, or quantised weights would be trained.
     """
     if name is None:
         return
@@ -110,10 +112,6 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
         raise UsageError(
             f"quantised weights are frozen, and --quantize {name} leaves nothing to train. Add --lora r=16."
         )
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise UsageError(f"--quantize {name} needs bitsandbytes: pip install bitsandbytes.") from error
 
 
 def adapted(
@@ -152,6 +150,8 @@ def adapted(
         modules_to_save=heads if head.is_classifier else None,
         task_type=head.peft_task,
     )
+    if any(isinstance(layer, PREDICTED) for layer in model.modules()):
+        _add_to_quantised_results(config)
     try:
         with warnings.catch_warnings():  # of transformers, about a name that peft reads, and of peft
             warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6")
@@ -165,6 +165,32 @@ def adapted(
             f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}."
         ) from error
     return made
+
+
+def _add_to_quantised_results(config: Any) -> None:
+    """Let adapters of predicted layers add their results as those of bitsandbytes' layers do.
+
+    Source: peft/tuners/lora/bnb.py, forward (0.21).
+    """
+    from peft.tuners.lora import Linear
+
+    class Adapted(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.base_layer(x)
+            if isinstance(self.base_layer, PredictedLinear4bit):
+                result = result.clone()
+            for name in self.active_adapters:
+                lora_a: Any = self.lora_A[name]
+                converts = not torch.is_autocast_enabled()
+                if converts:
+                    x = self._cast_input_dtype(x, lora_a.weight.dtype)
+                added = self.lora_B[name](lora_a(self.lora_dropout[name](x))) * self.scaling[name]
+                if converts:
+                    added = added.to(result.dtype)
+                result = result + added
+            return result
+
+    config._register_custom_module(dict.fromkeys(PREDICTED, Adapted))
 
 
 def _poolers(model: Any) -> list[str]:
@@ -205,12 +231,22 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _quantised(layer: nn.Module, quantization: str) -> nn.Module:
-    """A frozen layer with the quantised weights of another."""
-    import bitsandbytes
-
+    """A frozen layer with the quantised weights of another; real ones need bitsandbytes."""
     assert isinstance(layer.weight, Tensor)
     weight = _by_rows(layer)
     kind, is_nested = QUANTIZATIONS[quantization]
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        if not weight.is_meta and not isinstance(weight, FakeTensor):
+            raise UsageError(
+                f"to train with --quantize {quantization} install bitsandbytes: pip install bitsandbytes. Only "
+                "predictions do without."
+            ) from error
+        bias = layer.bias if isinstance(layer.bias, Tensor) else None
+        if kind == "int8":
+            return PredictedLinear8bit(weight, bias)
+        return PredictedLinear4bit(weight, bias, is_nested=is_nested)
     rows, columns = weight.shape
     made: Any
     library: Any = bitsandbytes.nn

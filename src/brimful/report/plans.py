@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from brimful.memory import ModuleShare
@@ -85,7 +85,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         which = "with the CUDA context" if context else "allocated"
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
     yield Row("predicted step", _step(estimate))
-    yield from (Remark("uncertain", uncertain) for uncertain in estimate.uncertain)
+    yield from _uncertain_rows(estimate.uncertain)
     if estimate.own_checkpoints:
         yield Row(
             "checkpointing",
@@ -99,6 +99,17 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     yield from _allocator_listing(estimate)
     yield from _correction_listing(estimate)
     yield from (Remark("note", note) for note in estimate.notes)
+
+
+def _uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
+    """One block, in which those with the same reason, "WHAT: REASON", share a line."""
+    by_reason: dict[str, list[str]] = {}
+    for item in items:
+        what, _, reason = item.partition(": ")
+        by_reason.setdefault(reason or what, []).append(what)
+    for position, (reason, named) in enumerate(by_reason.items()):
+        line = reason if named == [reason] else f"{', '.join(named)}: {reason}"
+        yield Row("" if position else "uncertain", line)
 
 
 def _category_listing(estimate: Estimate) -> Listing:
@@ -276,10 +287,11 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
     chance = plan.predicted_exceedance_probability
-    over = "" if chance is None else f"; over it with probability {_probability(chance)}"
+    unsure = [note.removeprefix(NOT_SURE) for note in plan.notes if note.startswith(NOT_SURE)]
+    aside = ", apart from what is uncertain" if unsure else ""
+    over = "" if chance is None else f"; over it with probability {_probability(chance)}{aside}"
     yield Row("predicted", f"{peak} ({used:.0%} of the budget{over}), {_seconds(plan)} a step, {rate}")
-    unsure = (note.removeprefix(NOT_SURE) for note in plan.notes if note.startswith(NOT_SURE))
-    yield from (Remark("uncertain", what) for what in unsure)
+    yield from _uncertain_rows(what.removesuffix(".") for what in unsure)
     yield Row("peak in", plan.peak_at)
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:

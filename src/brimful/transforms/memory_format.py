@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from brimful.batches import map_tensors, named_tensors
 from brimful.errors import UsageError
 from brimful.job import Batch
-from brimful.optimizers import has_gaps
+from brimful.optimizers import has_gaps, is_of_bitsandbytes
 from brimful.settings import MemoryFormat, Parallelism, Settings
 from brimful.wrapper_tensors import is_wrapper_tensor
 
@@ -66,7 +66,7 @@ class AppliedFormat:
         """
         if self._memory_format is None:
             return
-        if self._memory_format is not MemoryFormat.CONTIGUOUS and _is_of_bitsandbytes(optimizer):
+        if self._memory_format is not MemoryFormat.CONTIGUOUS and is_of_bitsandbytes(optimizer):
             raise UsageError(
                 f"{type(optimizer).__name__} makes every parameter contiguous before it updates it, so "
                 f"memory_format={str(self._memory_format)!r} would be undone. Use another optimizer, such as "
@@ -251,7 +251,3 @@ def _lies_otherwise(value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
         return False
     return value.stride() != parameter.stride() and not has_gaps(parameter)
-
-
-def _is_of_bitsandbytes(optimizer: Optimizer) -> bool:
-    return any(kind.__module__.startswith("bitsandbytes.") for kind in type(optimizer).__mro__)

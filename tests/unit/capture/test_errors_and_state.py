@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -201,6 +202,22 @@ def test_constructors_may_compute_and_draw_random_numbers() -> None:
             return self.layers(x)
 
     assert capture(job(Computed)).ops
+
+
+def test_code_that_warns_of_deprecation_warns_in_real_steps_alone() -> None:
+    class Deprecated(Failing):
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("the third gate has another name now", FutureWarning, stacklevel=1)
+            return self.inner(x)
+
+    filters = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(job(Deprecated))
+        assert not caught
+        Deprecated()(torch.randn(2, INPUTS))
+    assert [each.category for each in caught] == [FutureWarning]
+    assert warnings.filters == filters
 
 
 def test_the_random_state_of_the_process_is_the_callers_to_draw_from() -> None:

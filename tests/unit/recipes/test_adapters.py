@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,38 @@ def test_only_adapters_and_a_head_are_trained(models: Path, task: str) -> None:
     quantised = {name for name, layer in model.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)}
     assert quantised
     assert not any("classifier" in name or "lm_head" in name for name in quantised)
+
+
+@pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
+@pytest.mark.parametrize("quantize", ["nf4", "nf4-dq", "fp4", "int8"])
+@pytest.mark.parametrize("task", ["language-model", "text-classification"])
+def test_predictions_are_the_same_without_the_library(
+    models: Path, task: str, quantize: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predicted() -> tuple[object, ...]:
+        job = job_of(models, task, lora="r=4,dropout=0.1", quantize=quantize)
+        result = bf.estimate(job, device, micro_batch_size=8, precision="bf16")
+        return (
+            result.predicted_peak_allocated_bytes,
+            result.predicted_device_interval_bytes,
+            result.predicted_step_seconds,
+            result.parameter_count,
+            result.trainable_parameter_count,
+        )
+
+    with_it = predicted()
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert predicted() == with_it
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_training_without_the_library_says_what_to_install(
+    models: Path, quantize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    job = job_of(models, "language-model", lora="r=4", quantize=quantize)
+    with pytest.raises(UsageError, match=f"--quantize {quantize} install bitsandbytes: pip install"):
+        train(job, tmp_path / "run", 1)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4-dq", "int8"])

@@ -110,6 +110,7 @@ def _by_packed_rows(inputs: Any, _packed: Any, shape: Any, *_args: Any, **_kwarg
 
 _OF_LIBRARIES: dict[str, Callable[..., int]] = {
     "bitsandbytes::int8_linear_matmul": _by_rows,
+    "bitsandbytes_stand_in::int8_linear_matmul": _by_rows,
     "bitsandbytes::gemm_4bit": _by_packed_rows,
 }
 """By name, as these libraries need not be there."""

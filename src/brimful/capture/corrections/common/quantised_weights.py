@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
+from brimful.models import predicted_layers
 from brimful.replaced import replaced
 
 _LARGEST_FUSED_ROWS = 1536
@@ -43,7 +44,7 @@ class QuantisedWeights(Rule):
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """The ops that consist of others, where bitsandbytes is imported."""
-        if "bitsandbytes" not in sys.modules:
+        if sys.modules.get("bitsandbytes") is None:
             return {}
         ops = torch.ops.bitsandbytes
         stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -62,8 +63,12 @@ class QuantisedWeights(Rule):
     def context(self) -> Iterator[None]:
         """8-bit layers multiply integers on CUDA; on a CPU, where the fakes are, training dequantises."""
         library: Any = sys.modules.get("bitsandbytes")
-        if library is None or self.target.kind != "cuda":
+        if self.target.kind != "cuda":
             yield
+            return
+        if library is None:
+            with replaced(predicted_layers, "multiplies_integers", True):
+                yield
             return
         functions = library.autograd._functions
 
@@ -82,6 +87,20 @@ class QuantisedWeights(Rule):
 
         with replaced(library, "matmul", matmul):
             yield
+
+    def watches_op(self, func: Any) -> bool:
+        """Those that predict layers of bitsandbytes where it is not installed."""
+        return func.namespace == "bitsandbytes_stand_in" and "quant" in func._opname
+
+    def after_op(
+        self,
+        _func: Any,
+        _args: tuple[Any, ...],
+        _kwargs: dict[str, Any],
+        _outputs: list[Tensor],
+    ) -> None:
+        """List them, with the release that they are of."""
+        self.count(0)
 
     def _gemm_4bit(
         self,

@@ -14,18 +14,18 @@ aten = torch.ops.aten
 _KNOWN_NAMESPACES = frozenset(
     {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp", "triton_kernels"}
 )
-_KNOWN_ON_CUDA = frozenset(
-    {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
-)
+_OF_BITSANDBYTES = frozenset({"bitsandbytes", "bitsandbytes_stand_in"})
+"""Namespaces of its ops, and of those that predict them where it is not installed."""
+_KNOWN_ON_CUDA = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
 """Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
-_KNOWN_OF_LIBRARIES = frozenset(
+_KNOWN = frozenset(
     {
-        "bitsandbytes::dequantize_4bit",
-        "bitsandbytes::dequantize_blockwise",
-        "bitsandbytes::gemm_4bit",
-        "bitsandbytes::int8_linear_matmul",
-        "bitsandbytes::int8_mm_dequant",
-        "bitsandbytes::int8_vectorwise_quant",
+        "dequantize_4bit",
+        "dequantize_blockwise",
+        "gemm_4bit",
+        "int8_linear_matmul",
+        "int8_mm_dequant",
+        "int8_vectorwise_quant",
     }
 )
 """Kernels that allocate what they return and nothing else; `QuantisedWeights` runs the parts of the others."""
@@ -81,8 +81,10 @@ class UnknownOps(Rule):
         """Those it knows nothing of."""
         if func.namespace in _KNOWN_NAMESPACES:
             return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
-        known = _KNOWN_OF_LIBRARIES | (_KNOWN_ON_CUDA if self.target.kind == "cuda" else frozenset())
-        return func._schema.name not in known
+        if func.namespace not in _OF_BITSANDBYTES:
+            return True
+        known = _KNOWN | (_KNOWN_ON_CUDA if self.target.kind == "cuda" else frozenset())
+        return func._opname not in known
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""
