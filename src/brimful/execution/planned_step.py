@@ -45,7 +45,7 @@ class CheckSplit(Protocol):
     """Checks that a batch may be divided further; raises an error to refuse it."""
 
     def __call__(self, settings: Settings, global_batch: Batch, /, *, is_split: bool) -> None:
-        """Check a batch under smaller settings; `is_split`: training has it in micro-batches already."""
+        """Check a batch under smaller settings; `is_split`: one in micro-batches has been checked before."""
 
 
 class PlannedStep:
@@ -128,6 +128,7 @@ class PlannedStep:
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, self._layout)
         self._check = check
+        self._is_checked = check is not None
         self._check_split = check_split
         self._recovers = recover
         self._steps = 0
@@ -257,7 +258,8 @@ class PlannedStep:
             if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
                 raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
             if self._check_split is not None:
-                self._check_split(lowered, global_batch, is_split=is_split)
+                self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
+                self._is_checked = True
         except (StepOutOfMemoryError, PartialUpdateError):
             raise
         except BrimfulError as error:

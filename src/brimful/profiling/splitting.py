@@ -158,32 +158,27 @@ def check_split(
     terms = terms_of_loss(replace(job, batch=global_batch), samples, weighs_labels=weighs_labels)
     if terms is not None:
         raise not_the_same(job, terms, samples, "cpu")
-    reason = ""
-    for size in dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1))):
-        few = _few_samples(job, layout, global_batch, min(2 * size, samples))
-        reason = _why_too_many(job, settings, few) if layout.count(few) > micro else ""
-        if not reason:
-            break
-    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
+    parts = dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1)))
+    few = {size: _few_samples(job, layout, global_batch, min(2 * size, samples)) for size in parts}
+    _warn_of_layers(job, settings, model, layout.split(few[min(micro, CHECKED_SAMPLES)], micro)[0])
     if job.embed is not None:
         return
-    if reason:
-        warnings.warn(split_not_compared(settings, reason), SplitWarning, stacklevel=3)
-        return
-    try:
-        comparison = compare_split_loss(
-            job,
-            model,
-            few,
-            samples=layout.count(few),
-            micro_batch_size=size,
-        )
-    except torch.OutOfMemoryError as error:
-        comparison = Comparison(name=IN_EVALUATION, why_not_compared=f"memory ran out: {error}")
+    for size, batch in few.items():  # fewer samples if memory is short
+        try:
+            reason = _why_too_many(job, settings, batch) if layout.count(batch) > micro else ""
+            if not reason:
+                comparison = compare_split_loss(
+                    job, model, batch, samples=layout.count(batch), micro_batch_size=size
+                )
+                break
+        except torch.OutOfMemoryError as error:
+            reason = f"memory ran out: {error}"
+    else:
+        comparison = Comparison(name=IN_EVALUATION, why_not_compared=reason)
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        raise not_the_same(job, comparison, layout.count(few), device_of(model).type)
+        raise not_the_same(job, comparison, layout.count(batch), device_of(model).type)
 
 
 def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
@@ -349,7 +344,7 @@ def check_may_split(
         settings: Settings with the split batch.
         global_batch: The next batch of the run.
         permits_layers: Whether the user permits splitting although layers depend on the micro-batch.
-        is_split: Whether training splits batches already, after the warnings that this deserves.
+        is_split: Whether training splits batches already, after the check and its warnings.
 
     Raises:
         EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
@@ -501,11 +496,14 @@ def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparis
 
 
 _NOT_FINITE = "the baseline computes NaN or infinite numbers itself"
+_NO_LOSS = "the loss of few samples is zero within rounding, which shows nothing"
 
 
 def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison:
     if not math.isfinite(whole):
         return Comparison(name=name, why_not_compared=_NOT_FINITE)
+    if max(abs(whole), abs(parts)) <= bound * _SMALL_LOSS:
+        return Comparison(name=name, why_not_compared=_NO_LOSS)
     difference = abs(whole - parts) / max(abs(whole), abs(parts), _SMALL_LOSS)
     return Comparison(
         name=name,
