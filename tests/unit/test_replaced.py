@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from brimful import one_at_a_time
 from brimful.errors import SaveError
 from brimful.files import write_file
 from brimful.gc_pause import without_garbage_collection
@@ -75,7 +76,10 @@ def test_replacements_of_two_threads_do_not_overlap() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_a_fork_beside_a_pause_collects_garbage_and_may_pause_itself() -> None:
+def test_a_fork_beside_a_pause_collects_garbage_and_may_pause_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(one_at_a_time, "PATIENCE_SECONDS", 0.1)
     with without_garbage_collection():
         status = elsewhere(_collects_in_a_fork)
     assert status == 0
@@ -89,6 +93,28 @@ def _collects_in_a_fork() -> int:
         with without_garbage_collection():
             paused = not gc.isenabled()
         os._exit(0 if enabled and paused else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_waits_for_the_end_of_a_pause_and_the_parent_goes_on() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with without_garbage_collection():
+            status = pool.submit(_collects_in_a_fork)
+            with pytest.raises(TimeoutError):
+                status.result(timeout=0.2)
+        assert status.result() == 0
+    with without_garbage_collection():
+        assert _forks_within() == 0
+        assert not gc.isenabled()
+    assert elsewhere(_collects_in_a_fork) == 0
+
+
+def _forks_within() -> int:
+    """A fork by the thread that is within stays within."""
+    child = os.fork()
+    if child == 0:
+        os._exit(gc.isenabled())
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
