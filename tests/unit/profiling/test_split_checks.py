@@ -30,6 +30,10 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.mse_loss(model(batch + torch.randn_like(batch)), batch)
 
 
+def zero_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.relu(model(batch).square().sum() - 1e6)
+
+
 def job_of(loss: object) -> bf.Job:
     return bf.Job(
         model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)),
@@ -60,6 +64,12 @@ def test_what_cannot_be_compared_is_said_loudly_and_once() -> None:
     with pytest.warns(UserWarning, match="split into 4 micro-batches.*could not be checked"):
         step(torch.rand(8, 8))  # type: ignore[operator]
     step(torch.rand(8, 8))  # type: ignore[operator]
+
+
+def test_a_loss_of_zero_is_not_compared() -> None:
+    _model, step = applied(zero_loss)
+    with pytest.warns(UserWarning, match="could not be checked: the loss of few samples is zero"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
 
 
 def test_the_check_draws_nothing_and_changes_nothing() -> None:
