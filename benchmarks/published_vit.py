@@ -5,8 +5,8 @@
 S. Raschka's pytorch-memory-optim (logs.md, commit f6eddcd) has the reserved memory of six scripts on an A100
 with torch 2.1.0.dev20230623. Its flash attention returned (B, S, H, D), which `nn.MultiheadAttention` then
 copies; today's returns the layout of its inputs, which needs no copy. Its foreach Adam held a second list of
-temporaries. Each script is predicted as today, with the former, and with both. Needs
-torchvision; a minute.
+temporaries, which explains what is left of one script. Each is predicted as today, with the former, and with
+both. Needs torchvision; a minute.
 """
 
 from __future__ import annotations

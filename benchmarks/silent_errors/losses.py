@@ -516,6 +516,7 @@ def root(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 ZERO = "losses that are zero for few samples"
 _FAR = 4.5
+"""Less than the distances of four samples that are drawn here, and more than those of some pairs of 512."""
 
 
 def _apart(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -541,7 +542,7 @@ def outliers(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.relu((model(batch[0]) - batch[1]).abs() - _FAR).sum()
 
 
-def distances_to_largest(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def scaled_by_largest(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     found = model(batch[0]) - batch[1]
     return F.relu(found.abs().amax() - _FAR) * found.square().mean()
 
@@ -553,7 +554,7 @@ ZEROS: dict[str, Callable[[], bf.Job]] = {
         ("the closest of the others", closest),
         ("a contrast at a low temperature", sharp_contrast),
         ("a sum over outliers", outliers),
-        ("the largest error as a factor", distances_to_largest),
+        ("the largest error as a factor", scaled_by_largest),
     )
 }
 

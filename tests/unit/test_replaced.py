@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +118,43 @@ def _forks_within() -> int:
     if child == 0:
         os._exit(gc.isenabled())
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+_INTERRUPTED = """
+import os, signal, threading, time
+from brimful.gc_pause import without_garbage_collection
+
+within = threading.Event()
+
+def holds():
+    with without_garbage_collection():
+        within.set()
+        time.sleep(1)
+
+def interrupts():
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=holds).start()
+within.wait()
+threading.Thread(target=interrupts).start()
+try:
+    child = os.fork()
+    if child == 0:
+        with without_garbage_collection():
+            os._exit(3)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("interrupted", os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_an_interrupt_while_a_fork_waits_is_not_lost() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.stdout == "interrupted 3\n", ran.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
@@ -23,7 +24,7 @@ from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
-from brimful.one_at_a_time import one_at_a_time
+from brimful.replaced import replaced
 from brimful.settings import Settings
 from brimful.status import report
 from brimful.trace import Guess, Trace, own_checkpoints
@@ -246,21 +247,22 @@ def _capturing(job: Job, settings: Settings) -> Iterator[CompiledCode]:
 
 @contextmanager
 def _without_deprecation_warnings() -> Iterator[None]:
-    """Ignore warnings about deprecated code: a real step gives them, and a plan runs the code several times."""
-    caught = warnings.catch_warnings()
+    """Show no warnings about deprecated code: a real step shows them, and a plan runs the code several times.
 
-    def leave() -> None:
-        caught.__exit__(None, None, None)
+    Private Python API used here: `warnings._showwarnmsg` (checked: 3.11).
+    """
+    shown: Any = warnings._showwarnmsg  # type: ignore[attr-defined]
 
-    with one_at_a_time():
-        caught.__enter__()
-        for category in (FutureWarning, DeprecationWarning, PendingDeprecationWarning):
-            warnings.simplefilter("ignore", category)
-        try:
-            with one_at_a_time(leave):
-                yield
-        finally:
-            leave()
+    def show_others(message: Any) -> None:
+        if not issubclass(message.category, (FutureWarning, DeprecationWarning, PendingDeprecationWarning)):
+            shown(message)
+
+    try:
+        with replaced(warnings, "_showwarnmsg", show_others):
+            yield
+    finally:
+        with warnings.catch_warnings():  # so that Python forgets which it has shown
+            pass
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from brimful.batches import is_real, layout_of, make_batch, sample_sizes
 from brimful.execution.longest_data import LongestRead, longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Data, Job
+from brimful.one_at_a_time import one_at_a_time
 from brimful.results import SampleSize, describe_growth, larger_entries
 
 FEW_SAMPLES = 2
@@ -74,7 +75,7 @@ def with_longest_batch(job: Job, samples: int) -> LongestBatch:
         larger.
     """
     try:
-        with RandomState.kept():
+        with one_at_a_time(), RandomState.kept():
             draws = _draws_of(job, samples)
     except Exception:  # an error of the job's own, or of its batch: the step itself explains it
         return LongestBatch(job=job)

@@ -37,8 +37,9 @@ from brimful.optimizers import (
 from brimful.results import Recovery, SampleSize
 from brimful.settings import Settings
 
-CheckBatch = Callable[[Settings, Batch], None]
-"""Checks a real batch before training on it under some settings; raises an error to refuse it."""
+CheckBatch = Callable[[Settings, Batch], bool]
+"""Checks a real batch before training on it under some settings; raises an error to refuse it. False if the
+next batch is to be checked too."""
 
 
 class CheckSplit(Protocol):
@@ -128,7 +129,7 @@ class PlannedStep:
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, self._layout)
         self._check = check
-        self._is_checked = check is not None
+        self._is_checked = False
         self._check_split = check_split
         self._recovers = recover
         self._steps = 0
@@ -176,9 +177,9 @@ class PlannedStep:
             )
         if (larger := self._lengths.larger(global_batch)) is not None:
             warnings.warn(larger, stacklevel=2)
-        if self._check is not None:
-            self._check(self._settings, global_batch)
-            self._check = None
+        if self._check is not None and self._settings.gradient_accumulation_steps > 1:
+            if self._check(self._settings, global_batch):
+                self._check, self._is_checked = None, True
         elif (ignored := self._labels.ignored(global_batch, self._settings)) is not None:
             warnings.warn(ignored, stacklevel=2)
         step, before = partial(self._attempt, global_batch), self._settings
@@ -259,7 +260,7 @@ class PlannedStep:
                 raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
             if self._check_split is not None:
                 self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
-                self._is_checked = True
+                self._check, self._is_checked = None, True
         except (StepOutOfMemoryError, PartialUpdateError):
             raise
         except BrimfulError as error:
@@ -270,9 +271,9 @@ class PlannedStep:
         if ran_out.refused:
             reason = f"with {self._settings.describe()} it raised {ran_out.refused}"
         return StepOutOfMemoryError(
-            f"memory ran out in a step with {self._ran_out_with}: {ran_out.message}. It cannot run with less, "
-            f"because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller budget, or "
-            "skip the batch."
+            f"memory ran out in a step with {self._ran_out_with}: {ran_out.message.rstrip('.')}. It cannot run "
+            f"with less, because {reason.rstrip('.')}.\n  Model and optimizer are as before the step. Plan "
+            "for a smaller budget, or skip the batch."
         )
 
     def loading(self) -> AbstractContextManager[object]:

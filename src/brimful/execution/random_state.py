@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from brimful.one_at_a_time import one_at_a_time
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
@@ -64,13 +62,7 @@ class RandomState:
     @classmethod
     @contextmanager
     def kept(cls) -> Iterator[None]:
-        """Within, what is drawn on the host does not change what is drawn after it; one thread at a time."""
-        with one_at_a_time(), cls._restored():
-            yield
-
-    @classmethod
-    @contextmanager
-    def _restored(cls) -> Iterator[None]:
+        """Within, what is drawn on the host does not change what is drawn after it."""
         cpu = torch.device("cpu")
         before = cls.now(cpu)
         try:
@@ -111,7 +103,7 @@ def undisturbed() -> Iterator[None]:
     """
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with RandomState._restored():
+        with RandomState.kept():
             yield
     finally:
         if on_gpus:

@@ -48,7 +48,7 @@ class Division:
         with self._saying_how_to_keep_it_whole():
             return check_planned_split(job, self._divided(settings), baseline, weighs_labels=self.weighs_labels)
 
-    def check_first(self, job: Job, model: nn.Module, settings: Settings, batch: Batch) -> None:
+    def check_first(self, job: Job, model: nn.Module, settings: Settings, batch: Batch) -> bool:
         """Check, on a few samples of the first batch, that its loss is made of those of its micro-batches.
 
         Args:
@@ -57,11 +57,14 @@ class Division:
             settings: The plan's settings.
             batch: One of the loader.
 
+        Returns:
+            Whether that is decided; a batch of few samples decides nothing.
+
         Raises:
             EquivalenceError: It is not.
         """
         with self._saying_how_to_keep_it_whole():
-            check_split(job, model, self._divided(settings), batch, weighs_labels=self.weighs_labels)
+            return check_split(job, model, self._divided(settings), batch, weighs_labels=self.weighs_labels)
 
     def _divided(self, settings: Settings) -> Settings:
         """Settings of which a step is one batch."""

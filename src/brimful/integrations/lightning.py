@@ -310,10 +310,10 @@ def _check_samples(plan: Plan, trainer: Trainer) -> None:
     )
 
 
-def _check_first(module: LightningModule, settings: Settings, division: Division, batch: Batch) -> None:
+def _check_first(module: LightningModule, settings: Settings, division: Division, batch: Batch) -> bool:
     """Refuse a loss that is not the mean of those of the parts of a batch."""
     with unchanged(module):
-        division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
+        return division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
 
 
 class PlanningTrainer(Trainer):

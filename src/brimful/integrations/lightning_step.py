@@ -36,7 +36,7 @@ class DividedBatches:
         layout: Of the batches.
         size: The most samples of a micro-batch.
         whole: Samples of a batch.
-        check: Called once, with the first batch that is divided.
+        check: Called with the first batch that is divided, and the next ones until it returns True.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DividedBatches:
         *,
         size: int,
         whole: int,
-        check: Callable[[Any], None] | None,
+        check: Callable[[Any], bool] | None,
     ) -> None:
         self._trainer, self._module, self._layout = trainer, module, layout
         self._size, self._whole, self._check = size, whole, check
@@ -81,8 +81,7 @@ class DividedBatches:
         if len(parts) == 1:
             return own()
         if self._check is not None:
-            self._check(batch)
-            self._check = None
+            self._check = None if self._check(batch) else self._check
         with torch.enable_grad():
             return self._of_parts(closure, kwargs, parts)
 

@@ -105,7 +105,7 @@ def check_planned_division(trainer: Trainer, job: Job, settings: Settings, basel
     return _division(trainer, adds=adds).check_planned(job, settings, baseline)
 
 
-def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> None:
+def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> bool:
     """Check, on a few samples of a real batch, that the loss of a batch is made of those of its micro-batches.
 
     Args:
@@ -113,6 +113,9 @@ def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, ite
         settings: Of a plan that divides its batches.
         batch: One of them.
         items: The count of labels of the whole step, as `compute_loss` gets it.
+
+    Returns:
+        Whether that is decided; a batch of few samples decides nothing.
 
     Raises:
         EquivalenceError: The loss of a batch is not made of those of its micro-batches.
@@ -135,7 +138,7 @@ def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, ite
         reduction="sum" if adds else "mean",  # each part is divided by the count of the whole step
         name=type(trainer.model).__name__,
     )
-    _division(trainer, adds=adds).check_first(job, trained_module(trainer), settings, batch)
+    return _division(trainer, adds=adds).check_first(job, trained_module(trainer), settings, batch)
 
 
 def _division(trainer: Trainer, *, adds: bool) -> Division:

@@ -177,11 +177,12 @@ class DividedLoss:
     Args:
         trainer: Before a plan is in force.
         layout: Of its batches.
-        check: Called once, with the first batch that is divided and the count of labels of its step.
+        check: Called with the first batch that is divided and the count of labels of its step, and with the
+            next ones until it returns True.
     """
 
     def __init__(
-        self, trainer: Trainer, layout: BatchLayout, check: Callable[[Any, Any], None] | None = None
+        self, trainer: Trainer, layout: BatchLayout, check: Callable[[Any, Any], bool] | None = None
     ) -> None:
         self._trainer, self._layout, self._check = trainer, layout, check
         self._count = items_counter(trainer, layout)
@@ -212,8 +213,7 @@ class DividedLoss:
         parts = self._layout.split(inputs, size)
         items = others[0] if others else kwargs.get("num_items_in_batch")
         if self._check is not None and len(parts) > 1:
-            self._check(inputs, items)
-            self._check = None
+            self._check = None if self._check(inputs, items) else self._check
         if adds_up(self._trainer, items) or len(parts) == 1:
             weights = [1.0] * len(parts)
         else:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from brimful.errors import UsageError
 
 _BLOCK = 64
 """Numbers that share a scale, `Params4bit.blocksize`."""
@@ -22,8 +25,11 @@ _NESTED_BLOCK = 256
 _CODES, _NESTED_CODES = 16, 256
 """Entries of the tables of values, of weights and of quantised scales."""
 
-multiplies_integers = False
-"""Whether 8-bit layers multiply integers, as on CUDA; a capture sets it for its target."""
+
+def multiplies_integers() -> bool:
+    """Whether 8-bit layers multiply integers, as on CUDA; a capture replaces this for its target."""
+    return False
+
 
 _library = torch.library.Library("bitsandbytes_stand_in", "FRAGMENT")
 _library.define("dequantize_4bit(Tensor packed, Tensor absmax, SymInt[] shape, ScalarType dtype) -> Tensor")
@@ -75,6 +81,14 @@ def int8_mm_dequant(
 ) -> Tensor:
     """(R, N) in float16."""
     return torch.empty_like(product, dtype=torch.float16)
+
+
+def _check_is_predicted(weight: Tensor) -> None:
+    if not isinstance(weight, FakeTensor):
+        raise UsageError(
+            "these layers have no weights: they predict those of bitsandbytes, which is not installed here. To "
+            "train, pip install bitsandbytes and build the model again."
+        )
 
 
 class _Packed(nn.Parameter):
@@ -135,6 +149,7 @@ class PredictedLinear4bit(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Inputs (…, K) to (…, N)."""
+        _check_is_predicted(self.weight)
         inputs = input.to(self.dtype)
         bias = None if self.bias is None else self.bias.to(self.dtype)
         product: Tensor = _Product4Bit.apply(inputs, self, bias)
@@ -147,7 +162,7 @@ class _Product8Bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: PredictedLinear8bit, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.shape, ctx.dtype = layer, inputs.shape, inputs.dtype
-        if not multiplies_integers:
+        if not multiplies_integers():
             ctx.inputs = inputs
             return F.linear(inputs, layer.dequantised(inputs.dtype), bias)
         rows = ctx.inputs = inputs.reshape(-1, inputs.shape[-1])
@@ -187,6 +202,7 @@ class PredictedLinear8bit(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Inputs (…, K) to (…, N), whose type the bias takes."""
+        _check_is_predicted(self.weight)
         if self.bias is not None:
             self.bias.data = self.bias.data.to(input.dtype)
         product: Tensor = _Product8Bit.apply(input, self, self.bias)

@@ -229,7 +229,7 @@ def _make_adamw8bit(parameters: list[nn.Parameter], _model: nn.Module | None) ->
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
-        if all(isinstance(parameter, FakeTensor) for parameter in parameters):
+        if parameters and all(isinstance(parameter, FakeTensor) for parameter in parameters):
             return PredictedAdamW8bit(parameters)
         raise UsageError(
             f"the optimizer 'adamw8bit' is that of bitsandbytes, which cannot be imported: {error}. "

@@ -133,8 +133,14 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def check_split(
-    job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, weighs_labels: bool = False
-) -> None:
+    job: Job,
+    model: nn.Module,
+    settings: Settings,
+    global_batch: Batch,
+    *,
+    weighs_labels: bool = False,
+    end: str | None = None,
+) -> bool:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
     The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch,
@@ -146,24 +152,30 @@ def check_split(
         settings: Say whether the batch is split.
         global_batch: What the step is about to train on.
         weighs_labels: As for `terms_of_loss`.
+        end: Last sentences of the error; None for those of the first step.
+
+    Returns:
+        Whether that is decided, or a warning says why not: a batch that is not split decides nothing.
 
     Raises:
         EquivalenceError: The loss of the batch is not the mean of those of its parts.
     """
+    end = NOT_TRAINED if end is None else end
     micro = settings.micro_batch_size
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= min(micro, CHECKED_SAMPLES):
-        return
+        return False
     terms = terms_of_loss(replace(job, batch=global_batch), samples, weighs_labels=weighs_labels)
     if terms is not None:
-        raise not_the_same(job, terms, samples, "cpu")
-    parts = dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1)))
-    few = {size: _few_samples(job, layout, global_batch, min(2 * size, samples)) for size in parts}
-    _warn_of_layers(job, settings, model, layout.split(few[min(micro, CHECKED_SAMPLES)], micro)[0])
+        raise not_the_same(job, terms, samples, "cpu", end=end)
+    most = min(micro, CHECKED_SAMPLES)
+    few = _few_samples(job, layout, global_batch, min(2 * most, samples))
+    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
-        return
-    for size, batch in few.items():  # fewer samples if memory is short
+        return True
+    for size in dict.fromkeys((most, 1)):  # fewer samples if memory is short
+        batch = few if size == most else _few_samples(job, layout, global_batch, min(2, samples))
         try:
             reason = _why_too_many(job, settings, batch) if layout.count(batch) > micro else ""
             if not reason:
@@ -178,7 +190,8 @@ def check_split(
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        raise not_the_same(job, comparison, layout.count(batch), device_of(model).type)
+        raise not_the_same(job, comparison, layout.count(batch), device_of(model).type, end=end)
+    return True
 
 
 def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
@@ -265,7 +278,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs
     ):
         return False
     try:
-        with RandomState.kept(), warnings.catch_warnings():
+        with one_at_a_time(), RandomState.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = build_model(job, is_copied=True).train()
             batch = make_batch(job, samples)
@@ -308,7 +321,7 @@ def not_the_same(
         What to raise.
     """
     report = EquivalenceReport(job=job.name, device=device, samples=samples, comparisons=(comparison,))
-    return EquivalenceError(f"{report}\n{end}")
+    return EquivalenceError(f"{report}\n{end}".rstrip())
 
 
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
@@ -354,7 +367,7 @@ def check_may_split(
         if permits_layers:
             warnings.simplefilter("ignore", LayerSplitWarning)
         try:
-            check_split(job, model, settings, global_batch)
+            check_split(job, model, settings, global_batch, end="")
         except SplitWarning as warning:
             raise EquivalenceError(str(warning)) from warning
 

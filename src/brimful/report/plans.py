@@ -101,6 +101,10 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     yield from (Remark("note", note) for note in estimate.notes)
 
 
+_NAMED = 3
+"""Ops that a line of what is uncertain names."""
+
+
 def _uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
     """One block, in which those with the same reason, "WHAT: REASON", share a line."""
     by_reason: dict[str, list[str]] = {}
@@ -108,7 +112,8 @@ def _uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
         what, _, reason = item.partition(": ")
         by_reason.setdefault(reason or what, []).append(what)
     for position, (reason, named) in enumerate(by_reason.items()):
-        line = reason if named == [reason] else f"{', '.join(named)}: {reason}"
+        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        line = reason if named == [reason] else f"{', '.join(named[:_NAMED])}{more}: {reason}"
         yield Row("" if position else "uncertain", line)
 
 

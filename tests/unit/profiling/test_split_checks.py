@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import brimful as bf
 from brimful.errors import EquivalenceError
 from brimful.profiling.splitting import compare_split_loss
 
+Loss = Callable[[nn.Module, Tensor], Tensor]
 SPLIT = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4)
 
 
@@ -70,6 +73,56 @@ def test_a_loss_of_zero_is_not_compared() -> None:
     _model, step = applied(zero_loss)
     with pytest.warns(UserWarning, match="could not be checked: the loss of few samples is zero"):
         step(torch.rand(8, 8))  # type: ignore[operator]
+
+
+def contrasted(model: nn.Module, batch: Tensor) -> Tensor:
+    found = model(batch)
+    return F.cross_entropy(found @ found.T, torch.arange(len(batch)))
+
+
+def squared(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def short_of_memory(loss: Loss, most: int, *, without_gradients: bool = False) -> Loss:
+    """Memory runs out with more than so many samples, in training or wherever the loss is computed."""
+
+    def computed(model: nn.Module, batch: Tensor) -> Tensor:
+        is_real = not isinstance(batch, FakeTensor)
+        if len(batch) > most and is_real and (torch.is_grad_enabled() or without_gradients):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return loss(model, batch)
+
+    return computed
+
+
+def test_micro_batches_that_nobody_checked_are_divided_only_if_the_loss_stays() -> None:
+    _model, step = applied(short_of_memory(contrasted, 1), verify=False)
+    with pytest.raises(
+        bf.errors.OutOfMemoryError, match=r"(?s)may not be split.*If it compares samples"
+    ) as error:
+        step(torch.rand(8, 8))
+    assert "verify" not in str(error.value)
+    _model, step = applied(short_of_memory(squared, 1), verify=False)
+    with pytest.warns(UserWarning, match="micro-batches of 1 in place of 2"):
+        step(torch.rand(8, 8))
+
+
+def test_fewer_samples_are_compared_where_memory_is_short() -> None:
+    _model, step = applied(short_of_memory(squared, 2, without_gradients=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.rand(8, 8))
+    _model, step = applied(short_of_memory(contrasted, 2, without_gradients=True))
+    with pytest.raises(EquivalenceError):
+        step(torch.rand(8, 8))
+
+
+def test_a_first_batch_of_few_samples_leaves_the_check_to_the_next() -> None:
+    _model, step = applied(contrasted)
+    step(torch.rand(2, 8))
+    with pytest.raises(EquivalenceError):
+        step(torch.rand(8, 8))
 
 
 def test_the_check_draws_nothing_and_changes_nothing() -> None:

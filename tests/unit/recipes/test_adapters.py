@@ -102,7 +102,7 @@ def test_only_adapters_and_a_head_are_trained(models: Path, task: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
-@pytest.mark.parametrize("quantize", ["nf4", "nf4-dq", "fp4", "int8"])
+@pytest.mark.parametrize("quantize", list(QUANTIZATIONS))
 @pytest.mark.parametrize("task", ["language-model", "text-classification"])
 def test_predictions_are_the_same_without_the_library(
     models: Path, task: str, quantize: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +121,20 @@ def test_predictions_are_the_same_without_the_library(
     with_it = predicted()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert predicted() == with_it
+    job = job_of(models, task, lora="r=4", quantize=quantize)
+    estimate = bf.estimate(job, device, micro_batch_size=8)
+    if (quantize, device) != ("int8", "cpu"):  # which runs ops of torch alone
+        assert any("bitsandbytes is not installed" in reason for reason in estimate.uncertain)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_layers_that_predict_refuse_real_inputs(quantize: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    quantise_linear_layers(model, quantize)
+    with pytest.raises(UsageError, match="pip install bitsandbytes"):
+        model.to_empty(device="cpu")(torch.ones(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

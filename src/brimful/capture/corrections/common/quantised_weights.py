@@ -67,7 +67,7 @@ class QuantisedWeights(Rule):
             yield
             return
         if library is None:
-            with replaced(predicted_layers, "multiplies_integers", True):
+            with replaced(predicted_layers, "multiplies_integers", lambda: True):
                 yield
             return
         functions = library.autograd._functions
@@ -89,18 +89,25 @@ class QuantisedWeights(Rule):
             yield
 
     def watches_op(self, func: Any) -> bool:
-        """Those that predict layers of bitsandbytes where it is not installed."""
-        return func.namespace == "bitsandbytes_stand_in" and "quant" in func._opname
+        """An op is watched if it stands for one of bitsandbytes where that is not installed."""
+        return func.namespace == "bitsandbytes_stand_in"
 
     def after_op(
         self,
-        _func: Any,
+        func: Any,
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
         _outputs: list[Tensor],
     ) -> None:
-        """List them, with the release that they are of."""
+        """Note the release whose kernels are predicted."""
+        if func._opname.startswith("optimizer_"):
+            self.recorder.facts.note("bitsandbytes is not installed: its optimizer is that of release 0.50")
+            return
         self.count(0)
+        self.recorder.facts.note(
+            "bitsandbytes is not installed: its layers are those of release 0.50, and dequantise 4-bit "
+            "weights; a fused kernel needs less memory"
+        )
 
     def _gemm_4bit(
         self,

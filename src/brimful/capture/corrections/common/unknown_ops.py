@@ -18,7 +18,7 @@ _OF_BITSANDBYTES = frozenset({"bitsandbytes", "bitsandbytes_stand_in"})
 """Namespaces of its ops, and of those that predict them where it is not installed."""
 _KNOWN_ON_CUDA = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
 """Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
-_KNOWN = frozenset(
+_ALLOCATES_ITS_RESULT = frozenset(
     {
         "dequantize_4bit",
         "dequantize_blockwise",
@@ -83,7 +83,7 @@ class UnknownOps(Rule):
             return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
         if func.namespace not in _OF_BITSANDBYTES:
             return True
-        known = _KNOWN | (_KNOWN_ON_CUDA if self.target.kind == "cuda" else frozenset())
+        known = _ALLOCATES_ITS_RESULT | (_KNOWN_ON_CUDA if self.target.kind == "cuda" else frozenset())
         return func._opname not in known
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
