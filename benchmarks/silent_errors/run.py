@@ -47,11 +47,12 @@ def main() -> int:
     for kind, counts in kinds.items():
         print(f"{kind}: {dict(counts)}")
     if asked.kinds is None:
-        from machine import keep
+        from machine import commit_of, keep
 
+        source = {} if asked.before is None else {"src_commit": commit_of(asked.before)}
         name = "silent_errors.json" if asked.before is None else "silent_errors_before.json"
         command = "python benchmarks/silent_errors/run.py" + " --before SRC" * (asked.before is not None)
-        keep(name, command, {"kinds": kinds, "rows": rows}, "transformers", "lightning", "trl", "peft")
+        keep(name, command, source | {"kinds": kinds, "rows": rows}, "transformers", "lightning", "trl", "peft")
     return int(any(row["verdict"] in ("wrong", "error") for row in rows))
 
 

@@ -261,7 +261,8 @@ def gpus(
             "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
         )
     compared = [with_best_context(device) for device in asked]
-    job = with_longest_batch(job, global_batch_size).job
+    longest = with_longest_batch(job, global_batch_size)
+    job = longest.job
     with CapturesOnDevices(job, compared) as captures:
         fits = survey_gpus(
             captures,
@@ -272,7 +273,7 @@ def gpus(
             compares_usual=base.precision is Precision.FP32,
         )
     priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
-    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort)
+    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort, notes=longest.notes)
 
 
 def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:

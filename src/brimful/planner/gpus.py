@@ -33,18 +33,25 @@ class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
     global_batch_size: int
     sort: str | None
     """By what the records are sorted; None: in the order of the table, and printed by speed."""
+    notes: tuple[str, ...]
+    """Of which lengths the figures are, where the job's batches differ."""
 
     def __new__(
-        cls, fits: Iterable[GpuFit], *, job: str, global_batch_size: int, sort: str | None = None
+        cls,
+        fits: Iterable[GpuFit],
+        *,
+        job: str,
+        global_batch_size: int,
+        sort: str | None = None,
+        notes: tuple[str, ...] = (),
     ) -> GpuSurvey:
         """Create the survey of a job and its global batch."""
         survey = super().__new__(cls, fits if sort is None else sort_fits(fits, sort))
-        survey.job, survey.global_batch_size, survey.sort = job, global_batch_size, sort
+        survey.job, survey.global_batch_size, survey.sort, survey.notes = job, global_batch_size, sort, notes
         return survey
 
     def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        kept = {"job": self.job, "global_batch_size": self.global_batch_size, "sort": self.sort}
-        return (tuple(self),), kept
+        return (tuple(self),), vars(self)
 
 
 class CaptureOn(Protocol):

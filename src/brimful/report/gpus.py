@@ -42,6 +42,7 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
         columns = f"{_first_columns(fit)}{'–':>{_SIZE}}{'does not fit':>{_SPEED}}"
         yield f"{columns}  smallest peak {least}; fits {change}"
     yield from _notes(fits, has_usual=has_usual, has_prices=has_prices)
+    yield from (f"  {note}" for note in fits.notes)
 
 
 def _heading(asked: str, *, has_usual: bool, has_prices: bool) -> str:

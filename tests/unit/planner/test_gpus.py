@@ -265,3 +265,14 @@ def test_a_file_of_prices_that_is_not_there_or_not_text_is_refused(tmp_path: Pat
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FileFormatError, match="UTF-8"):
         prices_of(tmp_path / "binary", [])
+
+
+def test_a_survey_of_batches_of_many_lengths_says_of_which_it_speaks() -> None:
+    def batch(samples: int) -> torch.Tensor:
+        return torch.randint(9, (samples, int(torch.randint(5, 50, ()))))
+
+    job = bf.Job(model=lambda: nn.Embedding(9, 4), loss=lambda m, x: m(x).square().mean(), batch=batch)
+    survey = bf.gpus(job, global_batch_size=8, devices=["T4"])
+    assert "Batches differ: dimension 1" in survey.notes[0]
+    assert survey.notes[0] in str(survey)
+    assert pickle.loads(pickle.dumps(survey)).notes == survey.notes
