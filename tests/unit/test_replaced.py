@@ -124,6 +124,7 @@ _INTERRUPTED = """
 import os, signal, threading, time
 from brimful.gc_pause import without_garbage_collection
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its children ignore it
 within = threading.Event()
 
 def holds():
