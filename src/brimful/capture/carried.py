@@ -107,6 +107,9 @@ class CarriedState:
         """Names of state that was found."""
         self._new: dict[str, Any] = {}
         """Tensors and numbers of which another forward shows whether they are used."""
+        self._new_tensors: dict[str, None] = {}
+        """Names of such tensors until then. The tensors would live longer here than in a real step, such as the
+        weights that weight normalisation makes in each forward."""
         self._tensors: dict[str, _Before] = {}
         self._numbers: dict[str, float] = {}
         self._before: set[str] = set()
@@ -115,7 +118,7 @@ class CarriedState:
     @property
     def is_settled(self) -> bool:
         """Whether no other forward is needed."""
-        return not self._new
+        return not (self._new or self._new_tensors)
 
     def begin(self) -> None:
         """Note what is held before a forward."""
@@ -148,14 +151,16 @@ class CarriedState:
         Args:
             forward: Computes the loss, each time from the same random state, with ops noted in `use`.
         """
-        if not self._new:
+        if self.is_settled:
             return
+        held = self._held()
+        self._new |= {name: held.values[name] for name in self._new_tensors if name in held.values}
+        self._new_tensors.clear()
         used: dict[str, None] = {}
         tensors = {
             name: self._storages(value) for name, value in self._new.items() if isinstance(value, Tensor)
         }
         numbers = [name for name in self._new if name not in tensors]
-        held = self._held()
         self._before = set(held.values)
         for name in numbers:
             note = partial(used.setdefault, name)
@@ -207,7 +212,7 @@ class CarriedState:
             is_carried = True
         else:
             is_carried = False
-            self._new[name] = value
+            self._new_tensors[name] = None
         if is_carried:
             self.changed.setdefault(self._plain_name(name))
 
