@@ -219,6 +219,11 @@ class HeldSnapshot:
         marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
         return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
 
+    def results(self) -> set[str]:
+        """Names of tensors that a forward computed with a graph, such as weights under weight normalisation."""
+        now = HeldValues(self._model).values.items()
+        return {name for name, value in now if isinstance(value, Tensor) and value.grad_fn is not None}
+
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
         return name in self._copies

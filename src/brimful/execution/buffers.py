@@ -72,7 +72,9 @@ class BufferSnapshot:
             self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
         if self._held is not None:
-            self._held_names = (self._held_names or set()) | self._held.changed()
+            # Holding results would keep those of the step before, whose graph is gone, through the next one.
+            changed = self._held.changed() - self._held.results()
+            self._held_names = (self._held_names or set()) | changed
         self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:
