@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from answer_tables import silent_error_lines
 from brimful.quantities import format_bytes, format_seconds
 from gpu_tables import h100_accuracy_lines, mechanism_lines, step_lines
 from gpu_tables import plan_lines as gpu_plan_lines
@@ -788,6 +789,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "self_correction": self_correction_lines,
     "faults": fault_lines,
     "attack": attack_lines,
+    "silent_errors": silent_error_lines,
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
+from brimful.capture.carried import CarriedState
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
+from brimful.execution.buffers import BufferSnapshot
 from brimful.job import Job
 from brimful.planner import JobTraits, Permits, Request, search
 from brimful.profiling import verify
@@ -186,3 +189,19 @@ def test_the_certificate_of_such_a_split_says_why_it_compares_the_loss_alone() -
     )
     (loss,) = [each for each in found.comparisons if each.name == "splitting, in evaluation mode"]
     assert loss.holds
+
+
+def test_weights_that_a_forward_makes_anew_are_neither_kept_by_a_capture_nor_by_the_undo_of_a_step() -> None:
+    """Weight normalisation sets another weight in each forward; that of the forward before is gone."""
+    model = nn.utils.weight_norm(nn.Linear(4, 4))
+    carried, snapshot = CarriedState(model, {}), BufferSnapshot(model)
+    for _ in range(3):
+        before = weakref.ref(model.weight)
+        carried.begin()
+        snapshot.take()
+        model(torch.ones(2, 4)).sum().backward()
+        carried.end()
+        is_gone = before() is None
+        snapshot.release()
+    assert is_gone
+    assert before() is None
