@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,7 +89,13 @@ def _row(case, before: Path | None) -> dict[str, str]:
     if verdict not in ("right", "refused", "stated", "wrong", "error"):
         verdict, detail = "error", (ran.stderr.strip().splitlines() or ["no output"])[-1]
     print(f"{case.kind} / {case.name}: {verdict} {detail}"[:200], flush=True)
-    return {"kind": case.kind, "case": case.name, "verdict": verdict, "detail": detail[:300]}
+    return {"kind": case.kind, "case": case.name, "verdict": verdict, "detail": _without_folders(detail)[:300]}
+
+
+def _without_folders(text: str) -> str:
+    """A message without folders of this machine: the checkout's, and those of temporary files."""
+    checkout, temporary = Path(__file__).resolve().parents[2], tempfile.gettempdir()
+    return re.sub(rf"{re.escape(temporary)}/[^/\s'\"]+/", "", text.replace(f"{checkout}/", ""))
 
 
 def _run_here(case) -> int:
