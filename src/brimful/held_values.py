@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
@@ -61,14 +64,34 @@ class HeldValues:
         for name, other in (others or {}).items():
             self._add(name, other)
 
+    def hold_weakly(self, names: Container[str]) -> dict[str, _Weak]:
+        """Do not keep some tensors alive; `restore` puts back those that still are.
+
+        Args:
+            names: Of the tensors; what is in a list is kept all the same.
+
+        Returns:
+            The others, by name.
+        """
+        kept = {id(entry) for _, content in self._containers if isinstance(content, list) for entry in content}
+        weak = {id(v): _Weak(v) for name, v in self.values.items() if name in names and id(v) not in kept}
+        for _, content in self._containers:
+            if isinstance(content, dict):
+                content |= {key: weak[id(value)] for key, value in content.items() if id(value) in weak}
+        found = {name: weak[id(value)] for name, value in self.values.items() if id(value) in weak}
+        self.values = {name: value for name, value in self.values.items() if name not in found}
+        return found
+
     def restore(self) -> None:
         """Hold what was held then; tensors keep the numbers that were written to them."""
         for container, content in self._containers:
             if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
                 for key in container.keys() - content.keys():
                     dict.__delitem__(container, key)
-                for key, value in content.items():
-                    if dict.get(container, key, _MISSING) is not value:
+                for key, held in content.items():
+                    value = held() if isinstance(held, _Weak) else held
+                    is_gone = value is None and isinstance(held, _Weak)
+                    if not is_gone and dict.get(container, key, _MISSING) is not value:
                         dict.__setitem__(container, key, value)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
@@ -162,6 +185,13 @@ class HeldValues:
                 self._add(_joined(name, variable), names[variable], partial(operator.setitem, names, variable))
 
 
+class _Weak(weakref.ref[Any]):
+    """A weak reference of ours: what a model holds may have others."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
 def _names_in(code: Any) -> Iterator[str]:
     """Global names that a function uses, and those of functions that are defined in it."""
     yield from code.co_names
@@ -191,38 +221,58 @@ class HeldSnapshot:
     """Attributes of a model's modules as they are now, with copies of plain tensors among them.
 
     Frozen parameters are copied too, if they take no more than the others: their gradients will take as much,
-    and a momentum teacher is as large as what it follows.
+    and a momentum teacher is as large as what it follows. Results of an earlier forward, such as weights under
+    weight normalisation, are not kept alive unless the next one reads them.
 
     Args:
         model: Buffers and trained parameters are not copied.
         device: Of the copies; None is each tensor's own.
         only: Names of the tensors to copy; None copies all.
+        are_read: Whether a result of an earlier forward is read, by its name. Others are kept if something
+            reads them within `watch`.
     """
 
     def __init__(
-        self, model: nn.Module, device: str | None = None, *, only: Container[str] | None = None
+        self,
+        model: nn.Module,
+        device: str | None = None,
+        *,
+        only: Container[str] | None = None,
+        are_read: Mapping[str, bool] | None = None,
     ) -> None:
         self._model = model
         self._held = held = HeldValues(model)
         self._others = others = {id(tensor) for tensor in (*_not_copied(model), *model.buffers())}
-        self._copies = {
-            name: value.detach().to(device or value.device, copy=True)
-            for name, value in held.values.items()
-            if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
-            if only is None or name in only
-        }
-        self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
+        with torch._C.DisableTorchFunction():  # another snapshot's `watch` may be in force
+            self._copies = {
+                name: value.detach().to(device or value.device, copy=True)
+                for name, value in held.values.items()
+                if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
+                if only is None or name in only
+            }
+            results = {name for name, value in held.values.items() if _is_result(value)}
+        self._marks = _marks(held, others)
+        known = are_read or {}
+        self._weak = held.hold_weakly({name for name in results if not known.get(name)})
+        self._unknown = [weak for name, weak in self._weak.items() if name not in known]
+        self._reads: _Reads | None = None
+
+    def watch(self) -> AbstractContextManager[object]:
+        """Keep results of an earlier forward that functions of torch are given within the context."""
+        if self._reads is None:
+            self._reads = _Reads(self._unknown)
+        return self._reads if self._unknown else nullcontext()
+
+    def results_read(self) -> dict[str, bool]:
+        """Whether a result of an earlier forward was read, by its name; of those that were watched."""
+        reads = self._reads
+        return {} if reads is None else {name: weak in reads.found for name, weak in self._weak.items()}
 
     def changed(self) -> set[str]:
         """Names of what is not as it was."""
-        now = HeldValues(self._model)
-        marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
-        return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
-
-    def results(self) -> set[str]:
-        """Names of tensors that a forward computed with a graph, such as weights under weight normalisation."""
-        now = HeldValues(self._model).values.items()
-        return {name for name, value in now if isinstance(value, Tensor) and value.grad_fn is not None}
+        then, now = self._marks, _marks(HeldValues(self._model), self._others)
+        gone = {name for name, weak in self._weak.items() if weak() is None}  # another may have its id
+        return gone | {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)}
 
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
@@ -230,8 +280,8 @@ class HeldSnapshot:
 
     def lost(self) -> list[str]:
         """Names of tensors that were written to and have no copy."""
-        values, marks = self._held.values, self._marks
-        written = (name for name, mark in marks.items() if mark != _mark(values[name]))
+        values, marks = self._held.values, _marks(self._held, self._others)
+        written = (name for name, mark in marks.items() if mark != self._marks[name])
         return [name for name in written if isinstance(values[name], Tensor) and name not in self._copies]
 
     def restore(self) -> None:
@@ -248,6 +298,22 @@ class HeldSnapshot:
                 self._held.puts[name](copy.clone())
 
 
+class _Reads(TorchFunctionMode):
+    """Keeps those of some tensors that functions are given."""
+
+    def __init__(self, unread: list[_Weak]) -> None:
+        self.found: dict[_Weak, Tensor] = {}
+        self._unread = {id(weak()): weak for weak in unread}
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            weak = self._unread.get(id(leaf))
+            if weak is not None and weak() is leaf and isinstance(leaf, Tensor):
+                self.found[weak] = leaf
+        return func(*args, **(kwargs or {}))
+
+
 def is_mostly_frozen(model: nn.Module) -> bool:
     """Whether frozen parameters take more than the others, as those under adapters do."""
     sizes = {True: 0, False: 0}
@@ -259,6 +325,15 @@ def is_mostly_frozen(model: nn.Module) -> bool:
 def _not_copied(model: nn.Module) -> list[nn.Parameter]:
     has_frozen = is_mostly_frozen(model)
     return [each for each in model.parameters() if each.requires_grad or has_frozen]
+
+
+def _marks(held: HeldValues, without: Set[int]) -> dict[str, Any]:
+    with torch._C.DisableTorchFunction():
+        return {name: _mark(value) for name, value in held.values.items() if id(value) not in without}
+
+
+def _is_result(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _mark(value: Any) -> Any:

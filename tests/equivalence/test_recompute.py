@@ -7,6 +7,7 @@ test says otherwise.
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.capture import capture_step
+from brimful.devices import find_device
+from brimful.job import Job
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.settings import Precision
 from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet, UNet, double_convolution, vgg
@@ -136,6 +142,19 @@ class ReplacesItsBuffer(nn.Module):
         return torch.tanh(y * self.scale)
 
 
+class AddsItsLastResult(nn.Module):
+    """Keeps its result with its graph, and reads it in the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = 0 if self.last is None else self.last.detach()
+        self.last = torch.tanh(torch.tanh(self.layer(x)) + before)
+        return self.last
+
+
 class ChangesItsBufferLater(nn.Module):
     """Its first forward leaves the buffer alone."""
 
@@ -157,6 +176,7 @@ class ChangesItsBufferLater(nn.Module):
     [
         EndsInBatchNorm(),
         ReplacesItsBuffer(),
+        AddsItsLastResult(),
         ChangesItsBufferLater(),
         nn.Sequential(nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
         nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
@@ -169,6 +189,26 @@ class ChangesItsBufferLater(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 def test_buffers_and_norms(unit: nn.Module) -> None:
     assert_trains_identically(Between(copy.deepcopy(unit)), ("unit",), vectors())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_under_weight_normalisation_take_what_was_predicted() -> None:
+    """Each forward makes them anew; those of the step before are not held beside them."""
+
+    def normed() -> nn.Module:
+        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(WIDTH * 8, WIDTH * 8)), nn.Tanh()) * 2)
+
+    job = Job(
+        model=lambda: nn.Sequential(*(normed() for _ in range(4))),
+        loss=mean_square,
+        batch=lambda n: torch.randn(n, WIDTH * 8),
+        optimizer="sgd",
+    )
+    settings = replace(recomputing("0", "1", "2"), micro_batch_size=8)
+    predicted = predict_memory(capture_step(job, settings, find_device("cpu"))).steady_peak_allocated_bytes
+    assert measure_step(job, settings, steps=1).measured_peak_allocated_bytes == pytest.approx(
+        predicted, rel=0.001
+    )
 
 
 def test_a_buffer_that_first_changes_in_training_mode_after_a_forward_in_eval_mode() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.errors import PartialUpdateError
-from brimful.held_values import HeldValues
+from brimful.execution.buffers import BufferSnapshot
+from brimful.held_values import HeldSnapshot, HeldValues
 from brimful.job import Job
 from brimful.profiling.coupled_layers import restoring_state
 from helpers.faults import OutOfMemoryAt, is_within
@@ -91,3 +94,99 @@ def test_memory_may_run_out_once_while_a_model_is_restored_after_a_check(failure
         model(torch.randn(4, 2))
     assert short.raised == failures
     assert failures == 2 or all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+class Remembering(nn.Module):
+    """Keeps the result of a forward, with its graph, and reads it in the next one."""
+
+    def __init__(self, read: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.kept: dict[str, Tensor] = {}
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.read is not None and self.kept:
+            self.read(self.kept["last"])
+        self.kept["last"] = self.last = self.layer(x)
+        return self.last
+
+
+READS = {
+    "detach": lambda last: last.detach(),
+    "data": lambda last: last.data,
+    "clone": lambda last: last.clone(),
+    "item": lambda last: last[0, 0].item(),
+    "size": lambda last: last.shape,
+    "stack": lambda last: torch.stack([last]),
+    "by keyword": lambda last: torch.add(torch.zeros(2), other=last),
+    "on the right": lambda last: 1 - last,
+    "no gradients": torch.no_grad()(lambda last: last.mul(2)),
+    "an op": lambda last: torch.ops.aten.neg(last),
+    "linear": lambda last: nn.functional.linear(torch.zeros(1, 2), last.detach()),
+    "in place": lambda last: torch.zeros(last.size()).copy_(last),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_a_result_that_the_next_step_reads_is_held_again(read: Callable[[Tensor], Any]) -> None:
+    model = Remembering(read)
+    steps = BufferSnapshot(model)
+    for _ in range(4):
+        last = model.kept.get("last")
+        steps.take()
+        with steps.watch():
+            model(torch.randn(1, 2)).sum().backward()
+        steps.restore()
+        assert model.kept.get("last") is last  # the step is undone, and taken again
+        steps.take()
+        with steps.watch():
+            model(torch.randn(1, 2)).sum().backward()
+        steps.release()
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_result_that_no_step_reads_is_gone_when_the_next_makes_it_anew(used_before: bool) -> None:
+    """Weights under weight normalisation are such results: held, they would take as much as the model."""
+    model = Remembering()
+    if used_before:
+        model(torch.randn(1, 2))
+    steps = BufferSnapshot(model)
+    for _ in range(4):
+        last = weakref.ref(model.last) if hasattr(model, "last") else None
+        steps.take()
+        with steps.watch():
+            model(torch.randn(1, 2)).sum().backward()
+        assert last is None or last() is None
+        steps.release()
+
+
+def test_results_in_a_list_stay_in_their_places() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(2, 2), deque[Tensor](maxlen=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last.append(self.layer(x))
+            return self.last[-1]
+
+    model = Listing()
+    for _ in range(2):
+        model(torch.randn(1, 2))
+    before = list(model.last)
+    snapshot = HeldSnapshot(model)
+    with snapshot.watch():
+        model(torch.randn(1, 2))
+    snapshot.restore()
+    assert all(now is then for now, then in zip(model.last, before, strict=True))
+
+
+def test_what_a_snapshot_asks_of_tensors_is_no_read() -> None:
+    model = Remembering()
+    model(torch.randn(1, 2))
+    outer = HeldSnapshot(model)
+    with outer.watch():
+        HeldSnapshot(model).changed()
+        outer.changed()
+    assert not any(outer.results_read().values())

@@ -107,10 +107,11 @@ class LoopRecovery:
         began, reruns = time.perf_counter(), False
 
         def attempt() -> Result:
-            if reruns:
-                for each in self._done:
-                    each.function(*each.arguments)
-            return function(*arguments)
+            with self._buffers.watch():
+                if reruns:
+                    for each in self._done:
+                        each.function(*each.arguments)
+                return function(*arguments)
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             nonlocal reruns

@@ -115,7 +115,8 @@ class StepTransaction:
             if self._parameters is not None:
                 self._parameters.take(modules)
             try:
-                result = step()
+                with self._buffers.watch():
+                    result = step()
                 if keeps:
                     self._buffers.release()
                 else:

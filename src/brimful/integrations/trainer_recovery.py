@@ -142,12 +142,15 @@ class TrainerRecovery:
 
         self._run_micro_batch = run
 
+        buffers = self._buffers
+
         def attempt() -> Tensor:
-            if self._reruns:
-                for earlier in self._batches[: self._done]:
-                    run(earlier)
-                state.restore()  # metrics that were collected in the attempt before and in these again
-            return run(inputs)
+            with buffers.watch():
+                if self._reruns:
+                    for earlier in self._batches[: self._done]:
+                        run(earlier)
+                    state.restore()  # metrics that were collected in the attempt before and in these again
+                return run(inputs)
 
         size = self._size
         try:

@@ -124,7 +124,8 @@ class Validator:
         with_room(self._buffers.take, during="buffers are copied before the validation")
         found: ValidationRecord | RanOut | None = None
         try:
-            found = unless_out_of_memory(run)
+            with self._buffers.watch():
+                found = unless_out_of_memory(run)
         finally:
             if isinstance(found, ValidationRecord):
                 self._buffers.release()
