@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from answer_tables import silent_error_lines
+from answer_tables import public_script_lines, silent_error_lines
 from brimful.quantities import format_bytes, format_seconds
 from gpu_tables import h100_accuracy_lines, mechanism_lines, step_lines
 from gpu_tables import plan_lines as gpu_plan_lines
@@ -790,6 +790,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "faults": fault_lines,
     "attack": attack_lines,
     "silent_errors": silent_error_lines,
+    "public_scripts": public_script_lines,
 }
 
 if __name__ == "__main__":

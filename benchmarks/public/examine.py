@@ -7,6 +7,7 @@ three steps by hand from the same weights, batches and random numbers.
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 import warnings
@@ -121,7 +122,9 @@ def examined(name: str, checkouts: Path) -> dict[str, object]:
     gc.freeze()  # memory is counted after collecting garbage, which goes through all that is imported else
     with redirect_stdout(None), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
-        return asdict(_row(entry))
+        row = json.dumps(asdict(_row(entry)))
+        found: dict[str, object] = json.loads(row.replace(f"{checkouts}/", ""))  # a result names no folders
+        return found
 
 
 def _row(entry: Script) -> Row:
