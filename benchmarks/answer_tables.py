@@ -1,4 +1,4 @@
-"""Tables of `docs/benchmarks.md` on answers: those that once were silently wrong, and those for public scripts."""
+"""Tables of `docs/benchmarks.md` on answers: those once silently wrong, and those for public scripts."""
 
 from __future__ import annotations
 

@@ -45,8 +45,11 @@ next batch is to be checked too."""
 class CheckSplit(Protocol):
     """Checks that a batch may be divided further; raises an error to refuse it."""
 
-    def __call__(self, settings: Settings, global_batch: Batch, /, *, is_split: bool) -> None:
-        """Check a batch under smaller settings; `is_split`: one in micro-batches has been checked before."""
+    def __call__(self, settings: Settings, global_batch: Batch, /, *, is_split: bool) -> bool:
+        """Check a batch under smaller settings; `is_split`: one in micro-batches has been checked before.
+
+        Whether it had enough samples for that is returned.
+        """
 
 
 class PlannedStep:
@@ -258,8 +261,8 @@ class PlannedStep:
             is_split = settings.gradient_accumulation_steps > 1
             if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
                 raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
-            if self._check_split is not None:
-                self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
+            split = is_split and self._is_checked
+            if self._check_split is not None and self._check_split(lowered, global_batch, is_split=split):
                 self._check, self._is_checked = None, True
         except (StepOutOfMemoryError, PartialUpdateError):
             raise

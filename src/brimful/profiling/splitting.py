@@ -348,7 +348,7 @@ def check_may_split(
     *,
     permits_layers: bool = False,
     is_split: bool = False,
-) -> None:
+) -> bool:
     """Check that a batch may be split, or its micro-batches divided, where memory ran out.
 
     Args:
@@ -359,6 +359,9 @@ def check_may_split(
         permits_layers: Whether the user permits splitting although layers depend on the micro-batch.
         is_split: Whether training splits batches already, after the check and its warnings.
 
+    Returns:
+        Whether the batch had enough samples to check.
+
     Raises:
         EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
     """
@@ -367,7 +370,7 @@ def check_may_split(
         if permits_layers:
             warnings.simplefilter("ignore", LayerSplitWarning)
         try:
-            check_split(job, model, settings, global_batch, end="")
+            return check_split(job, model, settings, global_batch, end="")
         except SplitWarning as warning:
             raise EquivalenceError(str(warning)) from warning
 

@@ -131,11 +131,12 @@ def equivalence_report(report: EquivalenceReport) -> Report:
         verdict = "was not compared with the baseline"
     elif report.holds and report.known_differences:
         verdict = "is the same training, except for layers that depend on the micro-batch"
-    compared = f"({report.samples} samples compared on {report.device})"
+    is_compared = any(not (each.why_not_compared or each.evidence) for each in report.comparisons)
+    compared = f" ({report.samples} samples compared on {report.device})" if is_compared else ""
     sentences = [comparison_text(comparison) for comparison in report.comparisons]
     sentences += [report.way_out] if report.way_out else []
     return Report(
-        heading=f"{report.job}: the plan {verdict} {compared}",
+        heading=f"{report.job}: the plan {verdict}{compared}",
         parts=tuple(Remark("", sentence) for sentence in sentences),
     )
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import brimful as bf
 from brimful.errors import EquivalenceError
 from brimful.profiling.splitting import compare_split_loss
+from helpers.faults import OutOfMemoryAt
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 SPLIT = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4)
@@ -134,6 +135,27 @@ def test_the_check_draws_nothing_and_changes_nothing() -> None:
         found.append((model[0].weight.detach().clone(), torch.rand(3)))  # type: ignore[index]
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_batch_too_small_to_be_checked_when_memory_runs_out_leaves_that_to_the_next() -> None:
+    _model, step = applied(sum_loss, bf.Settings(micro_batch_size=8))
+    failures = iter(range(2))  # the step is repeated, and then divided
+
+    def fails(name: str, _args: object) -> bool:
+        return name == "aten.addmm.default" and next(failures, None) is not None
+
+    with OutOfMemoryAt(fails=fails), pytest.warns(UserWarning, match="micro-batches of 4 in place of 8"):
+        step(torch.rand(2, 8))  # type: ignore[operator]
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
+
+
+def test_a_comparison_that_was_not_made_is_not_claimed() -> None:
+    job, _batch = ignoring(6, counted=False)
+    with pytest.raises(EquivalenceError) as refused:
+        bf.plan(job, "cpu", global_batch_size=16, micro_batch_size=4)
+    assert "a mean over labels other than -100" in str(refused.value)
+    assert "compared on" not in str(refused.value)
 
 
 def test_a_batch_that_is_not_split_is_not_checked() -> None:
