@@ -269,10 +269,11 @@ class HeldSnapshot:
         return {} if reads is None else {name: weak in reads.found for name, weak in self._weak.items()}
 
     def changed(self) -> set[str]:
-        """Names of what is not as it was."""
+        """Names of what is not as it was, apart from results of an earlier forward that were not read."""
         then, now = self._marks, _marks(HeldValues(self._model), self._others)
-        gone = {name for name, weak in self._weak.items() if weak() is None}  # another may have its id
-        return gone | {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)}
+        found = {} if self._reads is None else self._reads.found
+        unread = {name for name, weak in self._weak.items() if weak not in found}
+        return {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)} - unread
 
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
@@ -296,6 +297,17 @@ class HeldSnapshot:
         for name, copy in self._copies.items():
             if name in self._held.puts:
                 self._held.puts[name](copy.clone())
+
+
+def drop_results(model: nn.Module) -> None:
+    """Hold what forwards computed with a graph no longer: None takes its place.
+
+    The graph of a checkpointed module leads back to the module, which the garbage collector does not see: both
+    would stay in memory.
+    """
+    held = HeldValues(model)
+    for name in [name for name, value in held.values.items() if _is_result(value) and name in held.puts]:
+        held.puts[name](None)
 
 
 class _Reads(TorchFunctionMode):

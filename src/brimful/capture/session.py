@@ -51,7 +51,7 @@ from brimful.distributed.fsdp import Sharded
 from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
-from brimful.held_values import HeldValues
+from brimful.held_values import HeldValues, drop_results
 from brimful.job import Batch, Job
 from brimful.quantities import format_bytes
 from brimful.settings import Settings
@@ -187,6 +187,7 @@ class CaptureSession:
             yield
         finally:
             self._held.restore()
+            drop_results(self._model)
 
     def _run_part(self) -> RecordedPart | None:
         with self._patched() as sharded:

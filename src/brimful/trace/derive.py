@@ -6,7 +6,7 @@ They serve the search; its final choice is captured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from msgspec import structs
@@ -76,7 +76,9 @@ def with_last_step_again(trace: Trace) -> Trace:
             and trace.storages[event.storage].category in (Category.INPUTS, Category.TEMPORARIES)
         )
     ]
-    made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
+    allocated = [event.storage for event in events if event.kind is EventKind.ALLOCATE]
+    replaced = dict(_replaced_by_forward(trace, [storage for storage in allocated if storage not in freed]))
+    made = [storage for storage in allocated if storage in freed or storage in replaced.values()]
     again = {storage: len(trace.storages) + i for i, storage in enumerate(made)}
     storages = [trace.storages[storage] for storage in made]
     repeated = replace(
@@ -87,16 +89,45 @@ def with_last_step_again(trace: Trace) -> Trace:
             *trace.storages,
             *(s if s.op is None else structs.replace(s, op=s.op + shift) for s in storages),
         ),
-        events=(
-            *trace.events,
-            *(
-                Event(kind=event.kind, storage=again[event.storage], op=event.op + shift)
-                for event in events
-                if event.storage in again
-            ),
-        ),
+        events=(*trace.events, *_events_again(events, again, replaced, shift)),
     )
     return repeated if step else with_state_made_by_first_update(repeated)
+
+
+def _events_again(
+    events: Sequence[Event], again: Mapping[int, int], replaced: Mapping[int, int], shift: int
+) -> Iterator[Event]:
+    for event in events:
+        if event.storage in again:
+            op = event.op + shift
+            yield Event(kind=event.kind, storage=again[event.storage], op=op)
+            if event.kind is EventKind.ALLOCATE and event.storage in replaced:
+                yield Event(kind=EventKind.FREE, storage=replaced[event.storage], op=op)
+
+
+def _replaced_by_forward(trace: Trace, left: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """What a forward makes in the place of what the recomputation before left, and that.
+
+    A recomputed module sets attributes again, such as a weight under weight normalisation.
+    """
+    makers = {storage: trace.storages[storage].op for storage in left}
+    recomputed = {storage: op for storage, op in makers.items() if op is not None and trace.ops[op].recomputed}
+    last = {_attribute_key(trace, storage): storage for storage in recomputed}
+    if not last:
+        return
+    for index, storage in enumerate(trace.storages):
+        op = None if storage.op is None else trace.ops[storage.op]
+        if op is not None and op.step == trace.captured_steps - 1 and op.phase is Phase.FORWARD:
+            replaced = last.pop(_attribute_key(trace, index), None)
+            if replaced is not None:
+                yield index, replaced
+
+
+def _attribute_key(trace: Trace, storage: int) -> Hashable:
+    made = trace.storages[storage]
+    assert made.op is not None
+    op = trace.ops[made.op]
+    return op.name, op.module, made.size_bytes
 
 
 class Counterparts:
