@@ -299,17 +299,6 @@ class HeldSnapshot:
                 self._held.puts[name](copy.clone())
 
 
-def drop_results(model: nn.Module) -> None:
-    """Hold what forwards computed with a graph no longer: None takes its place.
-
-    The graph of a checkpointed module leads back to the module, which the garbage collector does not see: both
-    would stay in memory.
-    """
-    held = HeldValues(model)
-    for name in [name for name, value in held.values.items() if _is_result(value) and name in held.puts]:
-        held.puts[name](None)
-
-
 class _Reads(TorchFunctionMode):
     """Keeps those of some tensors that functions are given."""
 

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.capture import capture_step
+from brimful.devices import find_device
 from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.held_values import HeldSnapshot, HeldValues
 from brimful.job import Job
 from brimful.profiling.coupled_layers import restoring_state
+from brimful.settings import Settings
 from helpers.faults import OutOfMemoryAt, is_within
 
 
@@ -190,3 +193,14 @@ def test_what_a_snapshot_asks_of_tensors_is_no_read() -> None:
         HeldSnapshot(model).changed()
         outer.changed()
     assert not any(outer.results_read().values())
+
+
+def test_a_capture_leaves_a_result_that_a_hook_keeps_for_the_user() -> None:
+    kept: dict[str, Tensor] = {}
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda _module, _inputs, output: kept.update(last=output))
+    model(torch.randn(1, 2))
+    last = kept["last"]
+    job = Job(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.randn(4, 2))
+    capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
+    assert kept["last"] is last

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
 from brimful.batches import layout_of, named_tensors
@@ -51,7 +51,7 @@ from brimful.distributed.fsdp import Sharded
 from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
-from brimful.held_values import HeldValues, drop_results
+from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
 from brimful.quantities import format_bytes
 from brimful.settings import Settings
@@ -187,7 +187,7 @@ class CaptureSession:
             yield
         finally:
             self._held.restore()
-            drop_results(self._model)
+            _drop_results(self._model)
 
     def _run_part(self) -> RecordedPart | None:
         with self._patched() as sharded:
@@ -350,6 +350,18 @@ class CaptureSession:
             host_state_bytes=facts.host_state_bytes,
             host_staging_bytes=0 if recorder.host_is_device else facts.host_staging_bytes,
         )
+
+
+def _drop_results(model: nn.Module) -> None:
+    """Put None in the place of fake tensors that forwards computed with a graph.
+
+    The graph of a checkpointed module leads back to the module, which the garbage collector does not see: both
+    would stay in memory.
+    """
+    held = HeldValues(model)
+    for name, value in held.values.items():
+        if isinstance(value, FakeTensor) and value.grad_fn is not None and name in held.puts:
+            held.puts[name](None)
 
 
 def _begin_step(rules: Iterable[Rule]) -> None:
