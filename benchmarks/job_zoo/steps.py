@@ -126,7 +126,7 @@ def plain_peak_bytes(case: JobCase) -> int:
         ) - before
 
 
-def planned_peak_bytes(case: JobCase, plan: bf.Plan, warned: list[str]) -> int:
+def planned_peak_bytes(case: JobCase, plan: bf.Plan | bf.Settings, warned: list[str]) -> int:
     """The same under a plan; what brimful warns of in the first steps is added to a list."""
     with all_bytes_counted(), _warnings_noted(warned):
         before = live_bytes()

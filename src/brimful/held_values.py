@@ -4,6 +4,9 @@ Held is what parameters, buffers and attributes of modules lead to, through list
 the closures and global names of functions. Objects and functions of libraries are taken to hold nothing. So are
 torch's modes, in which torch notes how they were entered.
 
+What torch's hooks for weight normalisation, spectral normalisation and pruning set before each forward is not
+held: it follows from parameters and buffers. The weights of the step before would stay in memory beside the new ones.
+
 Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
 2.13).
 """
@@ -12,19 +15,19 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
@@ -33,6 +36,8 @@ _OF_LIBRARIES = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning", *_TRAINERS}
 ) - {"__main__"}
 _MISSING = object()
+_NOT_HELD = object()
+"""In the place of an attribute that is not held."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
@@ -64,34 +69,14 @@ class HeldValues:
         for name, other in (others or {}).items():
             self._add(name, other)
 
-    def hold_weakly(self, names: Container[str]) -> dict[str, _Weak]:
-        """Do not keep some tensors alive; `restore` puts back those that still are.
-
-        Args:
-            names: Of the tensors; what is in a list is kept all the same.
-
-        Returns:
-            The others, by name.
-        """
-        kept = {id(entry) for _, content in self._containers if isinstance(content, list) for entry in content}
-        weak = {id(v): _Weak(v) for name, v in self.values.items() if name in names and id(v) not in kept}
-        for _, content in self._containers:
-            if isinstance(content, dict):
-                content |= {key: weak[id(value)] for key, value in content.items() if id(value) in weak}
-        found = {name: weak[id(value)] for name, value in self.values.items() if id(value) in weak}
-        self.values = {name: value for name, value in self.values.items() if name not in found}
-        return found
-
     def restore(self) -> None:
         """Hold what was held then; tensors keep the numbers that were written to them."""
         for container, content in self._containers:
             if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
                 for key in container.keys() - content.keys():
                     dict.__delitem__(container, key)
-                for key, held in content.items():
-                    value = held() if isinstance(held, _Weak) else held
-                    is_gone = value is None and isinstance(held, _Weak)
-                    if not is_gone and dict.get(container, key, _MISSING) is not value:
+                for key, value in content.items():
+                    if value is not _NOT_HELD and dict.get(container, key, _MISSING) is not value:
                         dict.__setitem__(container, key, value)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
@@ -113,9 +98,9 @@ class HeldValues:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        attributes = vars(module)
-        own = {name: value for name, value in attributes.items() if name not in _OF_MODULES}
-        self._containers.append((attributes, attributes.copy()))
+        attributes, set_by_hooks = vars(module), dict.fromkeys(_set_by_hooks(module), _NOT_HELD)
+        own = {k: v for k, v in attributes.items() if k not in _OF_MODULES and k not in set_by_hooks}
+        self._containers.append((attributes, attributes | set_by_hooks))
         for name, value in own.items():
             if name in ("_parameters", "_buffers"):
                 self._add(path, value)
@@ -185,11 +170,13 @@ class HeldValues:
                 self._add(_joined(name, variable), names[variable], partial(operator.setitem, names, variable))
 
 
-class _Weak(weakref.ref[Any]):
-    """A weak reference of ours: what a model holds may have others."""
-
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
+def _set_by_hooks(module: nn.Module) -> Iterator[str]:
+    """Names of the attributes that hooks of torch set before each forward, from parameters and buffers."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm):
+            yield hook.name
+        elif isinstance(hook, BasePruningMethod):
+            yield hook._tensor_name
 
 
 def _names_in(code: Any) -> Iterator[str]:
@@ -221,59 +208,33 @@ class HeldSnapshot:
     """Attributes of a model's modules as they are now, with copies of plain tensors among them.
 
     Frozen parameters are copied too, if they take no more than the others: their gradients will take as much,
-    and a momentum teacher is as large as what it follows. Results of an earlier forward, such as weights under
-    weight normalisation, are not kept alive unless the next one reads them.
+    and a momentum teacher is as large as what it follows.
 
     Args:
         model: Buffers and trained parameters are not copied.
         device: Of the copies; None is each tensor's own.
         only: Names of the tensors to copy; None copies all.
-        are_read: Whether a result of an earlier forward is read, by its name. Others are kept if something
-            reads them within `watch`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: str | None = None,
-        *,
-        only: Container[str] | None = None,
-        are_read: Mapping[str, bool] | None = None,
+        self, model: nn.Module, device: str | None = None, *, only: Container[str] | None = None
     ) -> None:
         self._model = model
         self._held = held = HeldValues(model)
         self._others = others = {id(tensor) for tensor in (*_not_copied(model), *model.buffers())}
-        with torch._C.DisableTorchFunction():  # another snapshot's `watch` may be in force
-            self._copies = {
-                name: value.detach().to(device or value.device, copy=True)
-                for name, value in held.values.items()
-                if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
-                if only is None or name in only
-            }
-            results = {name for name, value in held.values.items() if _is_result(value)}
-        self._marks = _marks(held, others)
-        known = are_read or {}
-        self._weak = held.hold_weakly({name for name in results if not known.get(name)})
-        self._unknown = [weak for name, weak in self._weak.items() if name not in known]
-        self._reads: _Reads | None = None
-
-    def watch(self) -> AbstractContextManager[object]:
-        """Keep results of an earlier forward that functions of torch are given within the context."""
-        if self._reads is None:
-            self._reads = _Reads(self._unknown)
-        return self._reads if self._unknown else nullcontext()
-
-    def results_read(self) -> dict[str, bool]:
-        """Whether a result of an earlier forward was read, by its name; of those that were watched."""
-        reads = self._reads
-        return {} if reads is None else {name: weak in reads.found for name, weak in self._weak.items()}
+        self._copies = {
+            name: value.detach().to(device or value.device, copy=True)
+            for name, value in held.values.items()
+            if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
+            if only is None or name in only
+        }
+        self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
 
     def changed(self) -> set[str]:
-        """Names of what is not as it was, apart from results of an earlier forward that were not read."""
-        then, now = self._marks, _marks(HeldValues(self._model), self._others)
-        found = {} if self._reads is None else self._reads.found
-        unread = {name for name, weak in self._weak.items() if weak not in found}
-        return {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)} - unread
+        """Names of what is not as it was."""
+        now = HeldValues(self._model)
+        marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
+        return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
 
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
@@ -281,8 +242,8 @@ class HeldSnapshot:
 
     def lost(self) -> list[str]:
         """Names of tensors that were written to and have no copy."""
-        values, marks = self._held.values, _marks(self._held, self._others)
-        written = (name for name, mark in marks.items() if mark != self._marks[name])
+        values, marks = self._held.values, self._marks
+        written = (name for name, mark in marks.items() if mark != _mark(values[name]))
         return [name for name in written if isinstance(values[name], Tensor) and name not in self._copies]
 
     def restore(self) -> None:
@@ -299,22 +260,6 @@ class HeldSnapshot:
                 self._held.puts[name](copy.clone())
 
 
-class _Reads(TorchFunctionMode):
-    """Keeps those of some tensors that functions are given."""
-
-    def __init__(self, unread: list[_Weak]) -> None:
-        self.found: dict[_Weak, Tensor] = {}
-        self._unread = {id(weak()): weak for weak in unread}
-        super().__init__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            weak = self._unread.get(id(leaf))
-            if weak is not None and weak() is leaf and isinstance(leaf, Tensor):
-                self.found[weak] = leaf
-        return func(*args, **(kwargs or {}))
-
-
 def is_mostly_frozen(model: nn.Module) -> bool:
     """Whether frozen parameters take more than the others, as those under adapters do."""
     sizes = {True: 0, False: 0}
@@ -326,15 +271,6 @@ def is_mostly_frozen(model: nn.Module) -> bool:
 def _not_copied(model: nn.Module) -> list[nn.Parameter]:
     has_frozen = is_mostly_frozen(model)
     return [each for each in model.parameters() if each.requires_grad or has_frozen]
-
-
-def _marks(held: HeldValues, without: Set[int]) -> dict[str, Any]:
-    with torch._C.DisableTorchFunction():
-        return {name: _mark(value) for name, value in held.values.items() if id(value) not in without}
-
-
-def _is_result(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _mark(value: Any) -> Any:

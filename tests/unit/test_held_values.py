@@ -17,7 +17,7 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.held_values import HeldSnapshot, HeldValues
+from brimful.held_values import HeldValues
 from brimful.job import Job
 from brimful.profiling.coupled_layers import restoring_state
 from brimful.settings import Settings
@@ -100,99 +100,82 @@ def test_memory_may_run_out_once_while_a_model_is_restored_after_a_check(failure
 
 
 class Remembering(nn.Module):
-    """Keeps the result of a forward, with its graph, and reads it in the next one."""
+    """Keeps the result of a forward, with its graph, and reads it in some of the next."""
 
-    def __init__(self, read: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(self, *, counts: bool, also_shows: bool) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.kept: dict[str, Tensor] = {}
-        self.read = read
+        self.layer, self.last, self.shown = nn.Linear(2, 2), None, None
+        self.counts, self.also_shows, self.count = counts, also_shows, 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.read is not None and self.kept:
-            self.read(self.kept["last"])
-        self.kept["last"] = self.last = self.layer(x)
-        return self.last
-
-
-READS = {
-    "detach": lambda last: last.detach(),
-    "data": lambda last: last.data,
-    "clone": lambda last: last.clone(),
-    "item": lambda last: last[0, 0].item(),
-    "size": lambda last: last.shape,
-    "stack": lambda last: torch.stack([last]),
-    "by keyword": lambda last: torch.add(torch.zeros(2), other=last),
-    "on the right": lambda last: 1 - last,
-    "no gradients": torch.no_grad()(lambda last: last.mul(2)),
-    "an op": lambda last: torch.ops.aten.neg(last),
-    "linear": lambda last: nn.functional.linear(torch.zeros(1, 2), last.detach()),
-    "in place": lambda last: torch.zeros(last.size()).copy_(last),
-}
+    def forward(self, x: Tensor, *, reads: bool) -> Tensor:
+        out = self.layer(x)
+        if reads and self.last is not None:
+            out = out * self.last.detach()
+        self.count += self.counts
+        self.last = out
+        if self.also_shows:
+            self.shown = out
+        return out
 
 
-@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
-def test_a_result_that_the_next_step_reads_is_held_again(read: Callable[[Tensor], Any]) -> None:
-    model = Remembering(read)
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("also_shows", [False, True])
+@pytest.mark.parametrize(
+    "reads", [(True,) * 5, (False, False, False, True, True), (False, True, False, True, False)]
+)
+def test_the_undo_of_a_step_restores_a_result_of_the_step_before(
+    reads: tuple[bool, ...], also_shows: bool, counts: bool
+) -> None:
+    model = Remembering(counts=counts, also_shows=also_shows)
     steps = BufferSnapshot(model)
-    for _ in range(4):
-        last = model.kept.get("last")
+    for each in reads:
+        before = None if model.last is None else model.last.detach().clone()
         steps.take()
-        with steps.watch():
-            model(torch.randn(1, 2)).sum().backward()
+        model(torch.randn(1, 2), reads=each).sum().backward()
         steps.restore()
-        assert model.kept.get("last") is last  # the step is undone, and taken again
+        now = model.last
+        assert now is before is None or (now is not None and before is not None and torch.equal(now, before))
         steps.take()
-        with steps.watch():
-            model(torch.randn(1, 2)).sum().backward()
+        model(torch.randn(1, 2), reads=each).sum().backward()
         steps.release()
 
 
-@pytest.mark.parametrize("used_before", [False, True])
-def test_a_result_that_no_step_reads_is_gone_when_the_next_makes_it_anew(used_before: bool) -> None:
-    """Weights under weight normalisation are such results: held, they would take as much as the model."""
-    model = Remembering()
-    if used_before:
-        model(torch.randn(1, 2))
-    steps = BufferSnapshot(model)
-    for _ in range(4):
-        last = weakref.ref(model.last) if hasattr(model, "last") else None
-        steps.take()
-        with steps.watch():
-            model(torch.randn(1, 2)).sum().backward()
-        assert last is None or last() is None
-        steps.release()
+def pruned() -> nn.Module:
+    return nn.utils.prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=0.5)
 
 
-def test_results_in_a_list_stay_in_their_places() -> None:
-    class Listing(nn.Module):
+@pytest.mark.filterwarnings("ignore:.*_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: nn.utils.weight_norm(nn.Linear(4, 4)), lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), pruned],
+    ids=["weight norm", "spectral norm", "pruning"],
+)
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_weight_that_a_hook_of_torch_sets_is_not_kept_for_the_undo(
+    layer: Callable[[], nn.Module], counts: bool
+) -> None:
+    class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.last = nn.Linear(2, 2), deque[Tensor](maxlen=2)
+            self.layer, self.count = layer(), 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.last.append(self.layer(x))
-            return self.last[-1]
+            self.count += counts  # changed, so that each step is held
+            return self.layer(x)
 
-    model = Listing()
-    for _ in range(2):
-        model(torch.randn(1, 2))
-    before = list(model.last)
-    snapshot = HeldSnapshot(model)
-    with snapshot.watch():
-        model(torch.randn(1, 2))
-    snapshot.restore()
-    assert all(now is then for now, then in zip(model.last, before, strict=True))
-
-
-def test_what_a_snapshot_asks_of_tensors_is_no_read() -> None:
-    model = Remembering()
-    model(torch.randn(1, 2))
-    outer = HeldSnapshot(model)
-    with outer.watch():
-        HeldSnapshot(model).changed()
-        outer.changed()
-    assert not any(outer.results_read().values())
+    model = Around()
+    steps = BufferSnapshot(model)
+    for _ in range(3):
+        before = weakref.ref(model.layer.weight)
+        steps.take()
+        model(torch.ones(2, 4)).sum().backward()
+        assert before() is None
+        steps.restore()
+        assert isinstance(model.layer.weight, Tensor)
+        steps.take()
+        model(torch.ones(2, 4)).sum().backward()
+        steps.release()
+    assert model.count == 3 * counts
 
 
 def test_a_capture_leaves_a_result_that_a_hook_keeps_for_the_user() -> None:

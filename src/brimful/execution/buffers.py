@@ -9,7 +9,6 @@ Private torch API used here: `_NormBase`, the class of all layers with running s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +40,6 @@ class BufferSnapshot:
         self._held: HeldSnapshot | None = None
         self._held_names: set[str] | None = set() if buffers_only else None
         """Attributes and frozen parameters that forwards were seen to change; None: that is not known yet."""
-        self._are_read: dict[str, bool] = {}
-        """Whether results of the step before are read, by their names."""
         self._changing: set[_Place] | None = None
         self._modules: Sequence[nn.Module] = ()
         """Those that were there before the step; none between steps."""
@@ -65,13 +62,8 @@ class BufferSnapshot:
             for place, buffer in self._state(modules)
         ]
         names, of_all = self._held_names, "cpu" if self._changing is None else None
-        has_held = names is None or names
-        held = HeldSnapshot(self._model, of_all, only=names, are_read=self._are_read) if has_held else None
+        held = HeldSnapshot(self._model, of_all, only=names) if names is None or names else None
         self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
-
-    def watch(self) -> AbstractContextManager[object]:
-        """The context in which the step's forward passes run: what they read of the step before is kept."""
-        return nullcontext() if self._held is None else self._held.watch()
 
     def release(self) -> None:
         """The step is good: learn which buffers change, and drop the copies."""
@@ -80,9 +72,7 @@ class BufferSnapshot:
             self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
         if self._held is not None:
-            self._are_read |= self._held.results_read()
-            unread = {name for name, is_read in self._are_read.items() if not is_read}
-            self._held_names = ((self._held_names or set()) | self._held.changed()) - unread
+            self._held_names = (self._held_names or set()) | self._held.changed()
         self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:

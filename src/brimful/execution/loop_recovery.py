@@ -107,11 +107,10 @@ class LoopRecovery:
         began, reruns = time.perf_counter(), False
 
         def attempt() -> Result:
-            with self._buffers.watch():
-                if reruns:
-                    for each in self._done:
-                        each.function(*each.arguments)
-                return function(*arguments)
+            if reruns:
+                for each in self._done:
+                    each.function(*each.arguments)
+            return function(*arguments)
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             nonlocal reruns

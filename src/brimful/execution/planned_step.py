@@ -134,6 +134,8 @@ class PlannedStep:
         self._check = check
         self._is_checked = False
         self._check_split = check_split
+        self._owes_check = False
+        """Whether micro-batches were divided for a batch too small to be checked."""
         self._recovers = recover
         self._steps = 0
         self._began = 0.0
@@ -180,7 +182,10 @@ class PlannedStep:
             )
         if (larger := self._lengths.larger(global_batch)) is not None:
             warnings.warn(larger, stacklevel=2)
-        if self._check is not None and self._settings.gradient_accumulation_steps > 1:
+        if self._owes_check and self._check_split is not None:
+            self._owes_check = not self._check_split(self._settings, global_batch, is_split=False)
+            self._is_checked = not self._owes_check
+        elif self._check is not None and self._settings.gradient_accumulation_steps > 1:
             if self._check(self._settings, global_batch):
                 self._check, self._is_checked = None, True
         elif (ignored := self._labels.ignored(global_batch, self._settings)) is not None:
@@ -261,9 +266,9 @@ class PlannedStep:
             is_split = settings.gradient_accumulation_steps > 1
             if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
                 raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
-            split = is_split and self._is_checked
-            if self._check_split is not None and self._check_split(lowered, global_batch, is_split=split):
-                self._check, self._is_checked = None, True
+            if self._check_split is not None:
+                is_known = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
+                self._check, self._is_checked, self._owes_check = None, is_known, not is_known
         except (StepOutOfMemoryError, PartialUpdateError):
             raise
         except BrimfulError as error:

@@ -115,8 +115,7 @@ class StepTransaction:
             if self._parameters is not None:
                 self._parameters.take(modules)
             try:
-                with self._buffers.watch():
-                    result = step()
+                result = step()
                 if keeps:
                     self._buffers.release()
                 else:

@@ -142,15 +142,12 @@ class TrainerRecovery:
 
         self._run_micro_batch = run
 
-        buffers = self._buffers
-
         def attempt() -> Tensor:
-            with buffers.watch():
-                if self._reruns:
-                    for earlier in self._batches[: self._done]:
-                        run(earlier)
-                    state.restore()  # metrics that were collected in the attempt before and in these again
-                return run(inputs)
+            if self._reruns:
+                for earlier in self._batches[: self._done]:
+                    run(earlier)
+                state.restore()  # metrics that were collected in the attempt before and in these again
+            return run(inputs)
 
         size = self._size
         try:

@@ -5,7 +5,7 @@ They serve the search; its final choice is captured.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -78,7 +78,8 @@ def with_last_step_again(trace: Trace) -> Trace:
     ]
     allocated = [event.storage for event in events if event.kind is EventKind.ALLOCATE]
     replaced = dict(_replaced_by_forward(trace, [storage for storage in allocated if storage not in freed]))
-    made = [storage for storage in allocated if storage in freed or storage in replaced.values()]
+    again_made = freed | set(replaced.values())
+    made = [storage for storage in allocated if storage in again_made]
     again = {storage: len(trace.storages) + i for i, storage in enumerate(made)}
     storages = [trace.storages[storage] for storage in made]
     repeated = replace(
@@ -106,20 +107,23 @@ def _events_again(
 
 
 def _replaced_by_forward(trace: Trace, left: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What a forward makes in the place of what the recomputation before left, and that.
+    """What forwards make in the place of what the step before left, and that.
 
-    A recomputed module sets attributes again, such as a weight under weight normalisation.
+    A module may set an attribute in each forward, such as a weight under weight normalisation, and again where
+    it is recomputed. What the last micro-batch left is replaced in the first of the next step.
     """
-    makers = {storage: trace.storages[storage].op for storage in left}
-    recomputed = {storage: op for storage, op in makers.items() if op is not None and trace.ops[op].recomputed}
-    last = {_attribute_key(trace, storage): storage for storage in recomputed}
+    last: defaultdict[Hashable, deque[int]] = defaultdict(deque)
+    for index in left:
+        maker = trace.storages[index].op
+        if maker is not None and (trace.ops[maker].recomputed or trace.ops[maker].phase is Phase.FORWARD):
+            last[_attribute_key(trace, index)].append(index)
     if not last:
         return
     for index, storage in enumerate(trace.storages):
         op = None if storage.op is None else trace.ops[storage.op]
         if op is not None and op.step == trace.captured_steps - 1 and op.phase is Phase.FORWARD:
-            replaced = last.pop(_attribute_key(trace, index), None)
-            if replaced is not None:
+            waiting = last.get(_attribute_key(trace, index))
+            if waiting and (replaced := waiting.popleft()) != index:
                 yield index, replaced
 
 

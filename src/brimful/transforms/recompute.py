@@ -356,8 +356,6 @@ class _ForwardAttributes:
         self._module = nn.ModuleList(modules)
         self._change = True
         """Whether a forward changed any, or none was watched yet."""
-        self._are_read: dict[str, bool] = {}
-        """Whether results of an earlier forward are read, by their names."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
@@ -368,14 +366,13 @@ class _ForwardAttributes:
 
     @contextmanager
     def _watched(self, before: list[HeldSnapshot]) -> Iterator[None]:
-        snapshot = HeldSnapshot(self._module, are_read=self._are_read)
+        snapshot = HeldSnapshot(self._module)
         stamps = {
             name: _stamp(parameter)
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and not snapshot.has_copy(name)
         }
-        with snapshot.watch():
-            yield
+        yield
         for name, parameter in self._module.named_parameters():
             if stamps.get(name, _stamp(parameter)) != _stamp(parameter):
                 raise UsageError(
@@ -383,7 +380,6 @@ class _ForwardAttributes:
                     "its forward, and would do so again in backward. Plan with recompute='none' (--recompute "
                     "none), or move the write out of the unit."
                 )
-        self._are_read |= snapshot.results_read()
         self._change = bool(snapshot.changed())
         if self._change:
             before.append(snapshot)

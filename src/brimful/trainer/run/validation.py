@@ -124,8 +124,7 @@ class Validator:
         with_room(self._buffers.take, during="buffers are copied before the validation")
         found: ValidationRecord | RanOut | None = None
         try:
-            with self._buffers.watch():
-                found = unless_out_of_memory(run)
+            found = unless_out_of_memory(run)
         finally:
             if isinstance(found, ValidationRecord):
                 self._buffers.release()
