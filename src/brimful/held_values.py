@@ -5,7 +5,8 @@ the closures and global names of functions. Objects and functions of libraries a
 torch's modes, in which torch notes how they were entered.
 
 What torch's hooks for weight normalisation, spectral normalisation and pruning set before each forward is not
-held: it follows from parameters and buffers. The weights of the step before would stay in memory beside the new ones.
+held: it follows from parameters and buffers. The weights of the step before would stay in memory beside the
+new ones.
 
 Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
 2.13).
