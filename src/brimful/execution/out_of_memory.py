@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import clear_frames
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -76,8 +77,7 @@ class RanOut:
 def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
     """Run an action, and report if memory ran out in it.
 
-    The error is freed when this returns, and with it its traceback, which holds every tensor of the functions
-    that it passed through.
+    The error is freed when this returns, and with it what the functions that it passed through held.
 
     Args:
         action: Called once; its other errors are raised.
@@ -92,7 +92,20 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
         if message is None:
             raise
         place = _place(error.__traceback__)
+        free_frames(error)
     return RanOut(message, place)
+
+
+def free_frames(error: BaseException) -> None:
+    """Free what the functions held that an error passed through, also where they hold the error itself.
+
+    Left to the garbage collector, a DataLoader waits five seconds for each worker, as its queues are finalised
+    before its iterator (torch 2.13).
+
+    Args:
+        error: Of which nothing but its message is needed.
+    """
+    clear_frames(error.__traceback__)
 
 
 class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):

@@ -10,7 +10,7 @@ import torch
 
 from brimful.distributed.ranks import Ranks
 from brimful.errors import BrimfulError, DataError, OutOfMemoryError
-from brimful.execution.out_of_memory import make_room, out_of_memory, with_room
+from brimful.execution.out_of_memory import free_frames, make_room, out_of_memory, with_room
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch
 from brimful.trainer.data.batches import Batches
@@ -105,7 +105,8 @@ class BatchStream:
             self._before_batch = self.randomness.state
             batch, failure = self._read(batches)
             ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure)
-            if ran_out is not None:
+            if failure is not None and ran_out is not None:
+                free_frames(failure)
                 del batches, failure  # they keep batches alive that were read ahead
                 make_room(_HOST)
                 batches = self._opened_again(self._before_batch)
