@@ -10,7 +10,7 @@ from torch import nn
 
 from brimful.capture import capture_step
 from brimful.memory import predict_memory
-from brimful.settings import Precision, Settings
+from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Category, EventKind, Phase, Trace
 from helpers.captured_jobs import A100, job, mlp
 
@@ -72,3 +72,31 @@ def test_state_that_is_updated_in_backward_stays_where_the_capture_made_it() -> 
         and trace.storages[event.storage].category is Category.OPTIMIZER_STATE
     }
     assert of_state == {Phase.SETUP}
+
+
+class SetsItsWeights(nn.Module):
+    """Makes several weights of one shape in each forward, and keeps them as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_of = nn.ParameterList(torch.randn(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, weight in enumerate(self.made_of):
+            setattr(self, f"weight{index}", weight * 2)
+            x = torch.tanh(x @ getattr(self, f"weight{index}"))
+        return x
+
+
+@pytest.mark.parametrize("recomputed", [(), ("0", "1", "2"), ("1",)])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_each_forward_makes_anew_replaces_what_the_step_before_left(
+    recomputed: tuple[str, ...], micro_batches: int
+) -> None:
+    the_job = job(lambda: nn.Sequential(nn.Linear(12, 64), *(SetsItsWeights() for _ in range(3))))
+    units = tuple(UnitAction(fqn=name, action=Action.RECOMPUTE) for name in recomputed)
+    settings = Settings(micro_batch_size=8, gradient_accumulation_steps=micro_batches, units=units)
+    repeated = capture_step(the_job, settings, A100, steps=1).with_last_step_again()
+    captured = capture_step(the_job, settings, A100)
+    peaks = [predict_memory(each).steady_peak_allocated_bytes for each in (repeated, captured)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.002)
