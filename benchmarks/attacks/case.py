@@ -142,6 +142,11 @@ _LAST_FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 
 
 _MEMORY_ERROR = re.compile(r"^MemoryError", re.MULTILINE)
+_UNFINISHED_LOADER = re.compile(
+    r"^Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__.*?no attribute '_shutdown'$",
+    re.MULTILINE | re.DOTALL,
+)
+"""What torch 2.13 prints of a DataLoader's iterator whose constructor raised."""
 
 
 def check_ended(ran: Ran, *, own: str | None = None, memory_fails: bool = False) -> None:
@@ -158,8 +163,9 @@ def check_ended(ran: Ran, *, own: str | None = None, memory_fails: bool = False)
         raise FailedError(Kind.UNBOUNDED, _last_line(ran.err))
     if ran.status < 0:
         raise FailedError(Kind.TRACEBACK, f"ended by signal {-ran.status}: {_last_line(ran.err)}")
-    if "Traceback (most recent call last)" in ran.err:
-        files = _LAST_FILE.findall(ran.err)
+    printed = _UNFINISHED_LOADER.sub("", ran.err)
+    if "Traceback (most recent call last)" in printed:
+        files = _LAST_FILE.findall(printed)
         if own is None or not files or Path(files[-1]).name != own:
             raise FailedError(Kind.TRACEBACK, _last_line(ran.err))
     if ran.status not in (0, 1, 2, 130, 143):
