@@ -137,7 +137,7 @@ class Place:
         return self.folder / name
 
 
-_OWN_ERROR = re.compile(r"^(\w+\.)*\w*(Error|error): ", re.MULTILINE)
+_OWN_ERROR = re.compile(r"^\W*(\w+\.)*\w*(Error|error): ", re.MULTILINE)
 _LAST_FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 
 

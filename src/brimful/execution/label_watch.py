@@ -14,6 +14,8 @@ from brimful.settings import Settings
 
 IGNORED_LABEL = -100
 """The label that torch's losses ignore by default (torch.nn.functional.cross_entropy)."""
+_MAY_BE_IGNORED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
+"""Types that have that label; a loss may convert the labels of a batch."""
 
 
 class LabelWatch:
@@ -67,4 +69,4 @@ class LabelWatch:
 
 def _may_be_labels(tensor: torch.Tensor) -> bool:
     is_plain = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
-    return is_plain and tensor.dtype is torch.int64 and tensor.numel() > 0
+    return is_plain and tensor.dtype in _MAY_BE_IGNORED and tensor.numel() > 0

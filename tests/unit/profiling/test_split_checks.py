@@ -225,6 +225,23 @@ def test_ignored_labels_that_are_not_counted_are_refused_wherever_they_are() -> 
         bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_ignored_labels_of_a_later_batch_give_a_warning_whatever_their_type(dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["y"].long()
+        kept = labels != -100
+        return F.mse_loss(model(batch["x"]), batch["x"]) + 0 * F.cross_entropy(batch["x"], labels * kept)
+
+    batch = {"x": torch.randn(8, 8), "y": torch.arange(8).to(dtype)}
+    job = bf.Job(model=lambda: nn.Linear(8, 8), loss=loss, batch=batch, optimizer="sgd")
+    model = job.model()  # type: ignore[operator]
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    step(batch)
+    later = {"x": batch["x"], "y": batch["y"].clone().index_fill_(0, torch.tensor([1]), -100)}
+    with pytest.warns(UserWarning, match=r"labels of -100, 0 to 1 in a sample"):
+        step(later)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ignored_labels_that_are_not_counted_are_refused_whatever_the_weights_are_rounded_to(
     dtype: torch.dtype,

@@ -155,6 +155,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(directory, tmp_path, monkeyp
     assert sorted(entry.name for entry in path.parent.iterdir()) == ["metrics.jsonl", SAVES, WEIGHTS]
 
 
+def test_metrics_that_cannot_be_flushed_are_an_error_in_words(directory, monkeypatch):
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(SaveError, match=r"metrics.jsonl could not be written: No space left on device"):
+        directory.bring_metrics_to_disk()
+
+
 def test_json_that_cannot_be_written_leaves_the_file_that_was_there(directory, tmp_path, monkeypatch):
     directory.write_json("plan.json", {"a": 1})
     monkeypatch.setattr(Path, "write_bytes", full_disk)

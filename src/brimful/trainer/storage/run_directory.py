@@ -154,8 +154,15 @@ class RunDirectory:
         return aside
 
     def bring_metrics_to_disk(self) -> None:
-        """Flush `metrics.jsonl` to the disk (fsync)."""
-        os.fsync(self._metrics.fileno())
+        """Flush `metrics.jsonl` to the disk (fsync).
+
+        Raises:
+            SaveError: It cannot be flushed.
+        """
+        try:
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise self._save_error(METRICS, 0, error) from error
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a JSON file atomically.
