@@ -294,6 +294,11 @@ def _hint(job: Job, error: Exception) -> str:
     missing = kernel_hint(error)
     if missing is not None:
         return missing
+    if isinstance(error, StopIteration):
+        return (
+            "A capture makes several batches: Job.batch must give one each time it is called. Open an iterator "
+            "anew where it ends, or pass one batch."
+        )
     known = (hint for said, hint in _HINTS.items() if said in str(error))
     real = signature_hint(job, error) or (
         "If a real step fails too, which brimful.measure runs, the error is the job's own."

@@ -244,3 +244,9 @@ def test_transformers_is_told_the_truth_again_after_a_capture() -> None:
     before = import_utils.is_fake_tensor
     capture(job())
     assert sys.modules["transformers.utils.import_utils"].is_fake_tensor is before
+
+
+def test_a_batch_from_an_iterator_that_ends_is_refused_in_words() -> None:
+    batches = iter([])
+    with pytest.raises(CaptureError, match=r"Job\.batch must give one each time it is called"):
+        capture(job(batch=lambda _n: next(batches)))
