@@ -221,7 +221,8 @@ def attack_lines() -> Iterator[str]:
     yield "|---|--:|---|---|"
     earlier = {row["area"]: row for row in before["areas"]}
     for row in result["areas"]:
-        yield f"| {row['area']} | {row['tried']} | {kinds(earlier[row['area']])} | {kinds(row)} |"
+        was = kinds(earlier[row["area"]]) if row["area"] in earlier else "–"
+        yield f"| {row['area']} | {row['tried']} | {was} | {kinds(row)} |"
 
 
 def kinds(found: dict[str, Any]) -> str:

@@ -296,8 +296,8 @@ def _hint(job: Job, error: Exception) -> str:
         return missing
     if isinstance(error, StopIteration):
         return (
-            "A capture makes several batches: Job.batch must give one each time it is called. Open an iterator "
-            "anew where it ends, or pass one batch."
+            "Job.batch is called several times, and must give one each time it is called: restart an iterator "
+            "that is exhausted, or pass one batch."
         )
     known = (hint for said, hint in _HINTS.items() if said in str(error))
     real = signature_hint(job, error) or (

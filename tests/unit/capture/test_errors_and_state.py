@@ -248,5 +248,5 @@ def test_transformers_is_told_the_truth_again_after_a_capture() -> None:
 
 def test_a_batch_from_an_iterator_that_ends_is_refused_in_words() -> None:
     batches = iter([])
-    with pytest.raises(CaptureError, match=r"Job\.batch must give one each time it is called"):
+    with pytest.raises(CaptureError, match=r"Job\.batch is called several times"):
         capture(job(batch=lambda _n: next(batches)))
