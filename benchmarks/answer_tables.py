@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from brimful.quantities import format_bytes
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def _load(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def _made(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    return f"{machine['cpu']}, torch {machine['torch']}, commit {result['commit'][:9]}; `{result['command']}`"
+from gpu_tables import Load, Stamp
 
 
 def _verdicts(found: dict[str, int]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in sorted(found.items())) or "–"
 
 
-def silent_error_lines() -> Iterator[str]:
+def silent_error_lines(load: Load, stamp: Stamp) -> Iterator[str]:
     """Programs by kind, on the code before and on the present one."""
-    result, before = _load("silent_errors"), _load("silent_errors_before")
+    result, before = load("silent_errors"), load("silent_errors_before")
     total, earlier = (Counter(row["verdict"] for row in each["rows"]) for each in (result, before))
     yield (
         f"*{total.total()} programs: {_verdicts(total)}. Of {earlier.total()} of them at commit "
-        f"{before['src_commit'][:9]}: {_verdicts(earlier)}. {_made(result)}*"
+        f"{before['src_commit'][:9]}: {_verdicts(earlier)}. {stamp(result)}*"
     )
     yield ""
     yield "| kind | programs | earlier commit | now |"
@@ -43,16 +30,16 @@ def silent_error_lines() -> Iterator[str]:
         yield f"| {kind} | {sum(found.values())} | {was} | {_verdicts(found)} |"
 
 
-def public_script_lines() -> Iterator[str]:
+def public_script_lines(load: Load, stamp: Stamp) -> Iterator[str]:
     """Public training scripts: the estimate, and the plan in little more than the least feasible budget."""
-    result = _load("public_scripts")
+    result = load("public_scripts")
     summary = result["summary"]
     yield (
         f"*{summary['scripts']} scripts of {summary['repositories']} repositories: "
         f"{_verdicts(summary['verdicts'])}. {summary['estimates_within_half_a_percent']} of "
         f"{summary['estimates']} estimates are within 0.5 %, the median is "
         f"{summary['median_error_fraction']:.3%} off; {summary['plans_within_budget']} of {summary['plans']} "
-        f"plans keep their budget. {_made(result)}*"
+        f"plans keep their budget. {stamp(result)}*"
     )
     yield ""
     yield "| script | verdict | peak | error | budget | of it | planning |"

@@ -790,8 +790,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "self_correction": self_correction_lines,
     "faults": fault_lines,
     "attack": attack_lines,
-    "silent_errors": silent_error_lines,
-    "public_scripts": public_script_lines,
+    "silent_errors": lambda: silent_error_lines(load, stamp),
+    "public_scripts": lambda: public_script_lines(load, stamp),
 }
 
 if __name__ == "__main__":

@@ -145,7 +145,9 @@ def _attack(case: Case, place: Place) -> None:
         kind, detail = "broken", traceback.format_exception_only(error)[-1].strip()
     if place.canary.exists():
         kind, detail = str(Kind.EXECUTED), "hostile code ran"
-    document = {"tried": tried, "kind": kind, "detail": detail.replace(str(place.root), "…")}
+    for folder in (place.folder, place.root):
+        detail = detail.replace(str(folder), "…")
+    document = {"tried": tried, "kind": kind, "detail": detail}
     (place.root / "result.json").write_text(json.dumps(document))
 
 
