@@ -33,7 +33,7 @@ def main() -> int:
         verdict = "ok" if done.returncode == 0 else "FAILED"
         print(f"== {' '.join(command[:3])}: {verdict} in {time.monotonic() - began:.0f} s", flush=True)
         if done.returncode:
-            failed.append(command[0])
+            failed.append(" ".join(command[:3]))
     print("all checks passed" if not failed else f"failed: {', '.join(failed)}", flush=True)
     return len(failed)
 
