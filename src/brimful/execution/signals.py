@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
-"""Signals whose handlers usually raise: Ctrl-C, a request to end, a timeout. Windows has no SIGALRM."""
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD")
+"""Signals whose handlers usually raise: Ctrl-C, a request to end, a timeout, and the end of a process (torch's
+handler raises if it was a worker of a DataLoader). Windows has the first two."""
 
 SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 
@@ -49,6 +50,13 @@ class HeldSignals:
             for number in self._before:
                 at_end.callback(self._give_back, number)
                 signal.signal(number, self._handle)
+            yield
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, handlers wait."""
+        with self.in_force():
+            self.hold()
             yield
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -3,6 +3,10 @@ interrupted."""
 
 import json
 import shutil
+import signal
+import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -10,13 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from brimful.errors import ResumeError, UsageError
+from brimful.errors import DataError, ResumeError, UsageError
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Callback, Trainer
 from brimful.trainer.storage.manifest import manifest_text
 from brimful.trainer.storage.restore import newest_save
 from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.saves import Saves
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")  # told in tests of their own
 
@@ -214,3 +219,54 @@ def test_saving_needs_a_directory(job_with):
 
     with pytest.raises(UsageError, match="save_every needs a run_dir"):
         Trainer(job_with(), Settings(micro_batch_size=4), save_every=3)
+
+
+def start_amid_a_signal(monkeypatch):
+    """Each thread starts amid a signal."""
+    start = threading.Thread.start
+
+    def start_after_it(thread):
+        signal.raise_signal(signal.SIGCHLD)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_after_it)
+
+
+def write_amid_a_signal(monkeypatch):
+    """It comes while the main thread waits for a save."""
+    finish = Saves._finish
+
+    def finish_late(*arguments):
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGCHLD)
+        time.sleep(0.5)
+        finish(*arguments)
+
+    monkeypatch.setattr(Saves, "_finish", finish_late)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no SIGCHLD")
+@pytest.mark.parametrize("amid_a_signal", [start_amid_a_signal, write_amid_a_signal])
+def test_a_signal_handler_that_raises_leaves_the_save_whole(
+    amid_a_signal, trained, job_with, tmp_path, monkeypatch
+):
+    """As when a worker of a DataLoader is killed: torch raises from its handler of SIGCHLD."""
+
+    def raises(_number, _frame):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises once for each worker too
+        raise RuntimeError("DataLoader worker is killed")
+
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        with monkeypatch.context() as patch:
+            amid_a_signal(patch)
+            with pytest.raises(DataError, match="DataLoader worker is killed") as caught:
+                trained(job_with(), epochs=2, run_dir=tmp_path / "run", save_every=1)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    [note] = caught.value.__notes__
+    assert "The run is saved after step 1;" in note
+    resumed, result = trained(job_with(), epochs=2, run_dir=tmp_path / "run", resume=True)
+    whole, expected = trained(job_with(), epochs=2, run_dir=tmp_path / "whole")
+    assert [step.loss for step in result.steps] == [step.loss for step in expected.steps]
+    assert_same(resumed, whole)

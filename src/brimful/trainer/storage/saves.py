@@ -13,8 +13,9 @@ import json
 import os
 import pickle
 import shutil
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import with_room
+from brimful.execution.signals import HeldSignals
 from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
@@ -115,14 +117,13 @@ class Saves:
         self._directory = run_dir / SAVES
         self._keep = keep
         self._ranks = ranks
-        self._writing: tuple[threading.Thread, int] | None = None
-        self._failure: SaveError | UsageError | None = None
+        self._writing: Future[int] | None = None
         self._is_checked = False
 
     def write(self, model: nn.Module, checkpoint: Checkpoint) -> None:
         """Copy everything to the host, then write it while training continues; all ranks call this together.
 
-        The first save is waited for.
+        The first save is waited for. A step that is saved already is not saved again.
 
         Args:
             model: Its parameters and buffers are written.
@@ -133,14 +134,17 @@ class Saves:
             UsageError: The state cannot be loaded without running code.
         """
         self.wait()
+        if self.saved_step == checkpoint.state.step:
+            return
         copies = with_room(
             partial(self._copied, model, checkpoint),
             during=f"the save after step {checkpoint.state.step} is copied to the host",
         )
-        thread = threading.Thread(target=self._write_safely, args=(copies,), name="brimful save")
-        self._writing = thread, copies.step
         is_first = not self._is_checked
-        thread.start()
+        thread = ThreadPoolExecutor(1, "brimful save")
+        with HeldSignals().held():  # an error would leave a thread that is neither started nor to be joined
+            self._writing = thread.submit(self._write, copies)
+            thread.shutdown(wait=False)
         if is_first:
             self.wait()  # whether it can be read back must be known before hours of training
 
@@ -153,13 +157,9 @@ class Saves:
         """
         if self._writing is None:
             return
-        thread, step = self._writing
-        thread.join()
-        self._writing = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.saved_step = step
+        wait_for([self._writing])  # where an error interrupts it, it is called again
+        writing, self._writing = self._writing, None
+        self.saved_step = writing.result()
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
@@ -181,8 +181,8 @@ class Saves:
             state=tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state),
         )
 
-    def _write_safely(self, copies: _Copies) -> None:
-        """Write, and keep the failure for `wait`, the same on every rank."""
+    def _write(self, copies: _Copies) -> int:
+        """Write a save; return its step. What it raises is the same on every rank."""
         path = self._directory / name_of(copies.step)
         partial = self._directory / f".{path.name}{PARTIAL}"
         try:
@@ -190,17 +190,18 @@ class Saves:
             written = self._all_do(lambda: self._write_own(partial, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
             self._all_do(lambda: self._finish(partial, path, copies, files))
-            self._is_checked = True
-        except UsageError as error:
-            self._failure = error
-        except Exception as error:  # any error: the end of the thread would hide it
-            self._failure = SaveError(
+        except Exception as error:
+            if self._ranks.is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, UsageError):
+                raise
+            raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {_needed(copies)}{_free(self._directory)}\n"
                 f"  {self._before()}"
-            )
-        if self._failure is not None and self._ranks.is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+            ) from None
+        self._is_checked = True
+        return copies.step
 
     def _before(self) -> str:
         if self.saved_step is None:
