@@ -515,3 +515,19 @@ def test_two_processes_train_the_same_batch(tmp_path: Path, kind: str) -> None:
     planned = result_of_two_ranks(tmp_path, RANKS, kind, "planned")
     assert planned == alone  # recomputation alone, bit for bit
     assert_alike({name: torch.tensor(value) for name, value in planned.items()})
+
+
+def test_ignored_labels_that_are_not_counted_give_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(4, 3)
+    prepared = bf.prepare(Settings(micro_batch_size=2, gradient_accumulation_steps=2), model)
+    batch = {"x": torch.randn(4, 4), "labels": torch.tensor([0, -100, 2, 1])}
+
+    def kept(part: dict[str, Tensor]) -> Tensor:
+        return (part["labels"] != -100).sum()
+
+    assert [share for _, share in prepared.micro_batches(batch, count=kept)] == pytest.approx([1 / 3, 2 / 3])
+    assert not recwarn.list
+    with pytest.warns(
+        UserWarning, match=r"(?s)labels of -100, 0 to 1 in a sample.*micro_batches\(batch, count="
+    ):
+        assert [share for _, share in prepared.micro_batches(batch)] == [0.5, 0.5]

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
+from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import InputWatch
 from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.losses import shares_of
@@ -84,6 +85,8 @@ class Prepared:
             set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
         self._has_divided = False
+        self._layout = BatchLayout(expected=settings.rank_batch_size)
+        self._labels = LabelWatch(self._layout, counts_by="micro_batches(batch, count={count})")
         if warns_of_schedules and settings.gradient_accumulation_steps > 1 and self._optimizer is not None:
             before_first = self._optimizer.register_step_pre_hook(lambda *_: self._warn_of_schedule())
             self._ends_warning = before_first.remove
@@ -120,7 +123,8 @@ class Prepared:
 
         Args:
             batch: Nested tensors with samples in their first dimension.
-            count: Counts what the loss is a mean over, such as labels that are not ignored. Default: samples.
+            count: Counts what the loss is a mean over, such as labels that are not ignored. Default: samples;
+                the first batch with labels of -100 gives a warning.
 
         Yields:
             Each micro-batch, and its share in the mean loss of the batch.
@@ -129,9 +133,11 @@ class Prepared:
             BatchError: The batch cannot be divided, or there is nothing that counts.
         """
         self._has_divided = True
-        layout = BatchLayout(expected=self.settings.rank_batch_size)
+        layout = self._layout
         if self.settings.gradient_accumulation_steps > 1 and (reason := layout.why_whole(batch)) is not None:
             raise BatchError(f"the batch cannot be divided into micro-batches: {reason}")
+        if count is None and (ignored := self._labels.ignored(batch, self.settings)) is not None:
+            warnings.warn(ignored, stacklevel=2)
         parts = layout.split(batch, self.settings.micro_batch_size)
         counts = [float((count or layout.count)(part)) for part in parts]
         for part, share in zip(parts, shares_of(counts, sum(counts)), strict=True):

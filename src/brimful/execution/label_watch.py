@@ -25,13 +25,22 @@ class LabelWatch:
     samples too.
 
     Args:
-        job: If it says what its loss averages over, nothing is looked for.
         layout: Counts the samples of batches.
+        counts_by: Where the user passes what the loss averages over, with {count} for the function.
+        dim: The dimension of the samples.
     """
 
-    def __init__(self, job: Job, layout: BatchLayout) -> None:
-        self._dim, self._layout = job.batch_dim or 0, layout
-        self._watches = job.count is None and job.embed is None and job.reduction == "mean"
+    def __init__(self, layout: BatchLayout, *, counts_by: str = "Job(count={count})", dim: int = 0) -> None:
+        self._dim, self._layout = dim, layout
+        self._counts_by = counts_by
+        self._watches = True
+
+    @classmethod
+    def of_job(cls, job: Job, layout: BatchLayout) -> LabelWatch:
+        """For the loss of a job; a job that says what its loss averages over is not watched."""
+        watch = cls(layout, dim=job.batch_dim or 0)
+        watch._watches = job.count is None and job.embed is None and job.reduction == "mean"
+        return watch
 
     def ignored(self, batch: Batch, settings: Settings) -> str | None:
         """Where a batch has ignored labels, and what to do about it.
@@ -58,11 +67,11 @@ class LabelWatch:
             if (counts != counts[0]).any():
                 self._watches = False
                 fewest, most = int(counts.min()), int(counts.max())
+                count = f"lambda batch: ({name} != {IGNORED_LABEL}).sum()"
                 return (
                     f"{name} has labels of {IGNORED_LABEL}, {fewest} to {most} in a sample. If the loss "
                     "ignores them, it is a mean over the others, but micro-batches weigh by their samples, "
-                    "which is not the training of the whole batch. Pass "
-                    f"Job(count=lambda batch: ({name} != {IGNORED_LABEL}).sum())."
+                    f"which is not the training of the whole batch. Pass {self._counts_by.format(count=count)}."
                 )
         return None
 

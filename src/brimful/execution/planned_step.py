@@ -130,7 +130,7 @@ class PlannedStep:
         )
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
-        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch(job, self._layout)
+        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch.of_job(job, self._layout)
         self._check = check
         self._is_checked = False
         self._check_split = check_split

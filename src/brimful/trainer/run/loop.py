@@ -65,7 +65,7 @@ class Run:
         )
         layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
-        self._labels = LabelWatch(run.config.job, layout)
+        self._labels = LabelWatch.of_job(run.config.job, layout)
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
             run.config,
