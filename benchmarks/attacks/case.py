@@ -142,11 +142,14 @@ _LAST_FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 
 
 _MEMORY_ERROR = re.compile(r"^MemoryError", re.MULTILINE)
-_UNFINISHED_LOADER = re.compile(
-    r"^Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__.*?no attribute '_shutdown'$",
+_OF_DATA_LOADERS = re.compile(
+    r"^Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__.*?no attribute '_shutdown'$"
+    r"|^Traceback \(most recent call last\):\n"
+    r'  File "[^"]+multiprocessing/resource_sharer\.py", line \d+, in _serve\n.*?^ConnectionResetError: .*?$',
     re.MULTILINE | re.DOTALL,
 )
-"""What torch 2.13 prints of a DataLoader's iterator whose constructor raised."""
+"""What torch 2.13 prints of a DataLoader's iterator whose constructor raised, and what Python 3.11 prints in a
+worker whose batch the main process stopped reading (because another worker was killed)."""
 
 
 def check_ended(ran: Ran, *, own: str | None = None, memory_fails: bool = False) -> None:
@@ -163,7 +166,7 @@ def check_ended(ran: Ran, *, own: str | None = None, memory_fails: bool = False)
         raise FailedError(Kind.UNBOUNDED, _last_line(ran.err))
     if ran.status < 0:
         raise FailedError(Kind.TRACEBACK, f"ended by signal {-ran.status}: {_last_line(ran.err)}")
-    printed = _UNFINISHED_LOADER.sub("", ran.err)
+    printed = _OF_DATA_LOADERS.sub("", ran.err)
     if "Traceback (most recent call last)" in printed:
         files = _LAST_FILE.findall(printed)
         if own is None or not files or Path(files[-1]).name != own:
