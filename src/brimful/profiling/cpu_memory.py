@@ -49,6 +49,9 @@ class CpuPeak:
     """By address: bytes of storages that ops were given and that were there before. Of a storage of which ops
     were given parts only, the largest part counts."""
 
+    made: Set[int] = frozenset()
+    """Addresses at which the recorded code allocated."""
+
     def count_from_here(self) -> None:
         """Look for the peak from here on; what was allocated before is held still."""
         with record_function(_COUNTED_FROM):
@@ -86,7 +89,8 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     events = sorted(_memory_events(roots), key=lambda event: event.time_ns)
     peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
     peak.temporaries_at_peak = _temporaries_at(events, position)
-    peak.read_from_before = _read_from_before(roots, {event.address for event in events})
+    peak.made = {event.address for event in events}
+    peak.read_from_before = _read_from_before(roots, peak.made)
 
 
 @contextmanager

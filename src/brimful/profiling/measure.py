@@ -19,7 +19,7 @@ from brimful.job import Batch, Job
 from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop
-from brimful.profiling.peak import measurement_of, peak_memory
+from brimful.profiling.peak import measurement_of, peak_from_creation
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 from brimful.settings import Settings
@@ -62,24 +62,26 @@ def measure_step(
     set_up_allocator(settings, device)
     with one_at_a_time(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        model = build_model(job, is_copied=True).to(device).train()
-        layout = apply_memory_format(model, settings)
-        optimizer = make_optimizer(job, model, settings)
-        layout.follow(optimizer)
-        executor = StepExecutor(job, settings, model, optimizer, device=device)
-        applied = apply_units(model, settings)
-        batch = make_batch(job, settings.rank_batch_size)
-        run = repeated_step(executor, batch)
-        first = run()
-        for _ in range(_WARM_STEPS - 1):
-            run()
-        with peak_memory(model, optimizer, device, batch=batch) as peak:
+        batches: list[Batch] = []
+        with peak_from_creation(device, batches=batches) as (peak, count_from_here):
+            model = build_model(job, is_copied=True).to(device).train()
+            layout = apply_memory_format(model, settings)
+            optimizer = make_optimizer(job, model, settings)
+            layout.follow(optimizer)
+            executor = StepExecutor(job, settings, model, optimizer, device=device)
+            applied = apply_units(model, settings)
+            batches.append(make_batch(job, settings.rank_batch_size))
+            run = repeated_step(executor, batches[0])
+            loss = float(run().loss)
+            for _ in range(_WARM_STEPS - 1):
+                run()
+            count_from_here()
             run()
         waits = WaitsForCores()
         seconds = [_seconds(run, device) for _ in range(steps)]
         waited = waits.fraction()
         applied.remove()
-    return measurement_of(peak, seconds, device, loss=float(first.loss), core_wait_fraction=waited)
+    return measurement_of(peak, seconds, device, loss=loss, core_wait_fraction=waited)
 
 
 def repeated_step(executor: StepExecutor, batch: Batch) -> Callable[[], StepOutcome]:

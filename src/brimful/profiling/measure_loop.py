@@ -14,9 +14,7 @@ from brimful.errors import UsageError
 from brimful.execution.job_loop import LoopBatches
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
-from brimful.profiling.cpu_memory import record_cpu_memory
-from brimful.profiling.cuda_memory import record_cuda_memory
-from brimful.profiling.peak import PeakMemory, measurement_of, peak_of_cpu, peak_of_cuda
+from brimful.profiling.peak import PeakMemory, measurement_of, peak_from_creation
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 
@@ -62,18 +60,11 @@ class _Runs:
         self._size = micro_batch_size
 
     def measured_memory(self) -> PeakMemory:
-        """The peak from where the step after the warm ones begins.
-
-        The model is built while memory is recorded, so that whatever the loop frees is seen.
-        """
+        """The peak from where the step after the warm ones begins."""
         batch = self._batch()
-        if self._device.type == "cuda":
-            with record_cuda_memory(self._device) as cuda:
-                self._run(batch, _WARM_STEPS + 1, cuda.count_from_here)
-            return peak_of_cuda(cuda)
-        with record_cpu_memory() as cpu:
-            self._run(batch, _WARM_STEPS + 1, cpu.count_from_here)
-        return peak_of_cpu(cpu, {}, batch)
+        with peak_from_creation(self._device, batches=[batch]) as (peak, count_from_here):
+            self._run(batch, _WARM_STEPS + 1, count_from_here)
+        return peak
 
     def seconds(self, steps: int) -> tuple[list[float], float | None]:
         """How long each step takes after the warm ones, and how much of it a thread waited for a processor.
