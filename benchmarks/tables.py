@@ -727,31 +727,6 @@ def fault_lines() -> Iterator[str]:
         yield f"| {name} | 1 | saved; resumed losses bit-identical: {same} |"
 
 
-def self_correction_lines() -> Iterator[str]:
-    """Training with predictions that are wrong by a factor."""
-    result = load("train_self_correction")
-    summary = result["summary"]
-    yield (
-        f"*{summary['runs']} runs: {summary['first_plans_over_budget']} began over the budget, "
-        f"{summary['ended_within_budget']} ended within it, {summary['ended_fast_enough']} at 90 % or more of "
-        f"the best plan's speed, {summary['certified']} certified; {summary['changed']} changed, "
-        f"{summary['returned']} of them returned. Largest relative difference of a loss to the run without "
-        f"replan: {summary['largest_relative_loss_difference']:.1e}. {stamp(result)}*"
-    )
-    yield ""
-    yield "| job | wrong | factor | began with | ended with | 95 % interval |"
-    yield "|---|---|--:|---|---|---|"
-    for row in result["rows"]:
-        low, high = row["last_speed_interval"]
-        budget = row["budget_bytes"]
-        began, ended = row["first_peak_bytes"] / budget, row["last_peak_bytes"] / budget
-        yield (
-            f"| {row['job']} | {row['wrong']} | {row['factor']} "
-            f"| {began:.0%} of the budget, speed {row['first_speed']:.2f} "
-            f"| {ended:.0%} of the budget, speed {row['last_speed']:.2f} | {low:.2f} to {high:.2f} |"
-        )
-
-
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "accuracy": accuracy_lines,
     "gpu_truth": gpu_lines,
@@ -787,7 +762,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "trainer": trainer_lines,
     "frameworks": framework_lines,
     "own_loops": own_loop_lines,
-    "self_correction": self_correction_lines,
     "faults": fault_lines,
     "attack": attack_lines,
     "silent_errors": lambda: silent_error_lines(load, stamp),

@@ -185,10 +185,6 @@ class LoopOptions:
     the steps since the last one."""
     keep_saves: PositiveInt = 2
     """Number of most recent checkpoints to keep."""
-    replan: bool = False
-    """After the first steps, change once to other settings if these are faster by more than the uncertainty,
-    by predictions corrected with what the steps measured, or if the plan exceeds its budget. The training is
-    the same. On one rank, with a plan."""
 
 
 RECOMPUTE_ACTIONS: Mapping[str, Action | None] = {"all": Action.RECOMPUTE, "none": Action.KEEP, "auto": None}

@@ -424,7 +424,7 @@ TRAIN = (
     "--optimizer-in-backward",
     "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
     "--parallelism", "--reshard",
-    "--param-dtype", "--offload-parameters", "--job-calibration", "--replan",
+    "--param-dtype", "--offload-parameters", "--job-calibration",
     "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",

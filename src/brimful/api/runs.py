@@ -252,7 +252,6 @@ def _trained_plainly(job: Job, plan: Plan | Settings, options: TrainKeywords) ->
         "run_dir": None,
         "resume": False,
         "save_every": None,
-        "replan": False,
         "callbacks": (),
     }
     untouched = copied_model(job.model) if isinstance(job.model, nn.Module) else job.model

@@ -232,7 +232,6 @@ def _train(
         current_rank,
         init_distributed,
         local_device,
-        ranks_launched,
     )
     from brimful.execution.setup import choose_device
     from brimful.profiling.named_device import resolve_device
@@ -241,8 +240,6 @@ def _train(
     check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
         raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
-    if training.replan and ranks_launched() > 1:  # before time is spent on a plan
-        raise UsageError(f"--replan is for one rank, and {ranks_launched()} are launched.")
     if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
         choose_device(None, resolve_device(run.device).kind)
     rate = run.learning_rate

@@ -57,26 +57,21 @@ def time_interval(time: StepTime, device: Device) -> tuple[float, float]:
     return total / factor, total * factor
 
 
-def difference_interval(
-    one: StepTime, other: StepTime, device: Device, *, device_spread: float | None = None
-) -> tuple[float, float]:
+def difference_interval(one: StepTime, other: StepTime, device: Device) -> tuple[float, float]:
     """The interval of `one` − `other`, two steps of one model on one device.
 
     Args:
         one: A step.
         other: A step of the same model with other settings.
         device: Where both were predicted.
-        device_spread: Standard deviation of what all classes share, relative to a step, where one of the two
-            was measured; None is that of predictions.
 
     Returns:
         Seconds, the lower and the upper end.
     """
-    shared_spread = _device_spread(device) if device_spread is None else device_spread
     ones, others = dict(one.kernel_seconds), dict(other.kernel_seconds)
     more = {name: ones.get(name, 0.0) - others.get(name, 0.0) for name in dict.fromkeys((*ones, *others))}
     difference = one.total_seconds - other.total_seconds
-    variance = _variance(more, device) + (shared_spread * difference) ** 2
+    variance = _variance(more, device) + (_device_spread(device) * difference) ** 2
     if difference or any(more.values()):
         variance += (STEP_SPREAD * other.total_seconds) ** 2
     margin = DIFFERENCE_WIDENING * DEVIATIONS * math.sqrt(variance)

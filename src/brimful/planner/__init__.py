@@ -19,7 +19,6 @@ from brimful.planner.calibrated import (
     infeasible_calibrated,
     plan_calibrated,
     request_calibrated,
-    reserved_within,
 )
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
@@ -54,7 +53,6 @@ __all__ = [
     "plan_calibrated",
     "prices_of",
     "request_calibrated",
-    "reserved_within",
     "search",
     "settings_of",
     "survey_gpus",

@@ -89,7 +89,6 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _budget(result)
     yield from _throughput(result)
     yield from _recoveries(result)
-    yield from _self_correction(result)
     yield from (f"  note                {note}" for note in result.notes)
     yield from _feeding(result)
     yield from _plain_rows(result, plain)
@@ -147,22 +146,6 @@ def _recoveries(result: TrainingResult) -> Iterator[str]:
     changed = [recovery for recovery in result.recoveries if recovery.before != recovery.after]
     how = f"; in the end {changed[-1].after}" if changed else ""
     yield f"  memory ran out      {times} time{'s' if times > 1 else ''}, {lost} lost, no step{how}"
-
-
-def _self_correction(result: TrainingResult) -> Iterator[str]:
-    """Whether other settings are better by predictions corrected in the run, and whether it changed to them."""
-    found = result.self_correction
-    if found is None or found.better is None:
-        return
-    if found.changed_after_step is None:
-        yield f"  better settings     {found.better.settings.describe()}"
-        yield "                      replan=True (--replan) changes to them in training"
-        return
-    how = f"changed after step {found.changed_after_step}"
-    if found.change is not None and not found.change.is_kept:
-        how += f", returned after step {found.change.in_force_after_step}"
-    yield f"  replanned           {how}: from {found.settings.describe()}"
-    yield f"                      to {found.better.settings.describe()}"
 
 
 def _feeding(result: TrainingResult) -> Iterator[str]:

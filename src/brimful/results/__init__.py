@@ -8,9 +8,7 @@ from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
 from brimful.results.self_correction import (
-    BetterSettings,
     JobCalibration,
-    MeasuredChange,
     SelfCorrection,
 )
 from brimful.results.training_run import (
@@ -27,12 +25,10 @@ from brimful.results.training_run import (
 
 __all__ = [
     "WAITING_FRACTION",
-    "BetterSettings",
     "Comparison",
     "DataLoading",
     "EquivalenceReport",
     "JobCalibration",
-    "MeasuredChange",
     "Measurement",
     "OpTemporary",
     "Recovery",

@@ -1,4 +1,4 @@
-"""Records of what training measured beside what was predicted, and of what follows from it.
+"""Records of what training measured beside what was predicted.
 
 `JobCalibration` is kept for later plans of the same job on the same device. `SelfCorrection` is of one run.
 """
@@ -11,7 +11,6 @@ from typing import Annotated
 from msgspec import Meta
 
 from brimful.codec import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from brimful.results.equivalence import EquivalenceReport
 from brimful.settings import Precision, Settings
 
 LARGEST_TIME_FACTOR = 20.0
@@ -53,39 +52,8 @@ class JobCalibration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BetterSettings:
-    """Settings that are better than those of a run, by predictions corrected with what the run measured."""
-
-    settings: Settings
-    predicted_step_seconds: PositiveFloat
-    predicted_difference_interval_seconds: tuple[float, float]
-    """Interval of its step time − the measured one; it covers the difference with 90 % probability."""
-    predicted_peak_allocated_bytes: PositiveInt
-    predicted_peak_reserved_bytes: PositiveInt
-    predicted_peak_device_bytes: PositiveInt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredChange:
-    """What was measured after a run changed to other settings."""
-
-    step: PositiveInt
-    """The step after which it was decided."""
-    measured_step_seconds: NonNegativeFloat | None
-    """Median under the new settings; None if the peak alone decided."""
-    measured_peak_reserved_bytes: NonNegativeInt | None
-    measured_again_step_seconds: NonNegativeFloat | None = None
-    """Median under the settings before, measured again because the new ones seemed slower; None if they did
-    not, or the peak alone decided."""
-    is_kept: bool
-    """Whether the run keeps the new settings; False if it returned to those before."""
-    in_force_after_step: PositiveInt
-    """The step after which the settings that were decided for were put in force."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCorrection:
-    """Predicted beside measured in the first steps of a run, and what followed."""
+    """Predicted beside measured in the first steps of a run."""
 
     step: PositiveInt
     """The step after which predicted and measured were compared."""
@@ -102,20 +70,3 @@ class SelfCorrection:
     """Whether the measured peak exceeds the budget."""
     core_wait_fraction: NonNegativeFloat | None = None
     """As in `Measurement`, of the steps that were measured and what came between them."""
-    better: BetterSettings | None = None
-    """Settings that are faster by more than the uncertainty, or that fit if these do not; None without any."""
-    searched_seconds: NonNegativeFloat | None = None
-    """Time of the search for them; None if there was no search."""
-    changed_after_step: PositiveInt | None = None
-    """The step after which training changed to them; None if it did not."""
-    certificate: EquivalenceReport | None = None
-    """The comparison of the better settings with the baseline before the change; None if there was none."""
-    change: MeasuredChange | None = None
-    """What was measured after the change; None before that."""
-
-    @property
-    def in_force_after_step(self) -> int:
-        """The step after which the settings in force were put in force; 0 for those of the start."""
-        if self.changed_after_step is None:
-            return 0
-        return self.changed_after_step if self.change is None else self.change.in_force_after_step

@@ -80,7 +80,6 @@ class TrainKeywords(TypedDict, total=False):
     validate_every: int | None
     save_every: int | None
     keep_saves: int
-    replan: bool
     data: Data | None
     run_dir: Path | str | None
     resume: bool

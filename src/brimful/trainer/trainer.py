@@ -56,8 +56,6 @@ class Trainer:
         check_coupled(job, settings)
         if settings.optimizer_in_backward and asked.max_gradient_norm is not None:
             raise clipped_in_backward(asked.max_gradient_norm)
-        if asked.replan:
-            _check_may_replan(made, settings)
         chosen = choose_device(asked.device, None if made is None else made.device_kind)
         self._config = RunConfig(
             job=job,
@@ -142,18 +140,6 @@ class Trainer:
         self._trained = run.state.model, run.state.optimizer
         self._stop.clear()
         return Run(run, stop=self._stop, callbacks=Callbacks(self, self._config.options.callbacks)).train()
-
-
-def _check_may_replan(plan: Plan | None, settings: Settings) -> None:
-    """Refuse to replan where nothing is predicted, or several ranks would have to agree."""
-    if plan is None:
-        raise UsageError("replan compares measured steps with a plan's predictions, and these are settings.")
-    if settings.world_size > 1:
-        raise UsageError(
-            f"replan is for one rank, and the plan is for {settings.world_size}, which would all have to "
-            "change in the same step. Train without it: what the first steps measure is kept for the next "
-            "plan."
-        )
 
 
 def _as_read_again(job: Job) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 
 from torch import nn
-from torch.optim import Optimizer
 
 from brimful.distributed.ranks import Ranks
-from brimful.errors import EquivalenceError, OutOfMemoryError
+from brimful.errors import EquivalenceError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
-from brimful.planner import Plan
 from brimful.profiling import (
     LayerSplitWarning,
     SplitWarning,
@@ -18,10 +16,7 @@ from brimful.profiling import (
     split_not_compared,
     verify_model,
 )
-from brimful.profiling.residents import resident_storages
-from brimful.quantities import format_bytes
 from brimful.results import EquivalenceReport
-from brimful.settings import Settings
 from brimful.trainer.options import RunConfig
 
 
@@ -48,46 +43,6 @@ def verified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceRe
     message = ranks.broadcast(None if failure is None else str(failure))
     if message is not None:
         raise failure or EquivalenceError(message)
-    return report
-
-
-def verified_in_training(
-    model: nn.Module, optimizer: Optimizer, config: RunConfig, plan: Plan, settings: Settings
-) -> EquivalenceReport:
-    """Compare other settings with the baseline between two steps of a run.
-
-    Args:
-        model: With its own forward.
-        optimizer: Its state is held meanwhile.
-        config: The configuration of the run.
-        plan: Has the budget.
-        settings: To continue with.
-
-    Returns:
-        The comparison, which holds.
-
-    Raises:
-        EquivalenceError: They do not compute what the baseline does.
-        OutOfMemoryError: There is no memory for the comparison within the budget.
-    """
-    held_bytes = sum(resident_storages(model, optimizer).values())
-    copied_bytes = 2 * sum(each.nbytes for each in model.parameters())  # a copy and its gradients
-    if held_bytes + copied_bytes > plan.budget_bytes:
-        raise OutOfMemoryError(
-            "comparing them with the baseline takes a copy of the model and its gradients, "
-            f"{format_bytes(copied_bytes)} beside {format_bytes(held_bytes)}, which exceeds the budget; "
-            "verify=False changes without it"
-        )
-    try:
-        report = unless_out_of_memory(
-            lambda: verify_model(config.job, settings, model, seed=config.options.seed)
-        )
-    finally:
-        make_room(config.device)
-    if isinstance(report, RanOut):
-        raise OutOfMemoryError(f"memory ran out in comparing them with the baseline: {report.message}")
-    if not report.holds:
-        raise EquivalenceError(f"they do not compute what the baseline does: {report}")
     return report
 
 

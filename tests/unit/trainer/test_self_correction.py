@@ -1,27 +1,22 @@
-"""When a run looks for better settings, and when it finds them better."""
+"""What a run says of predicted beside measured, and when it advises another plan."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
 
 import brimful as bf
-from brimful.cost.uncertainty import STEP_SPREAD
-from brimful.errors import UsageError
 from brimful.planner.plan import BudgetPoint
-from brimful.profiling import device_record
 from brimful.profiling.timing import WaitsForCores
 from brimful.quantities import format_bytes, format_seconds
 from brimful.report import training_text
 from brimful.results import TrainingResult
-from brimful.trainer.step.better import find_better, may_be_better
-from brimful.trainer.step.measured_steps import MeasuredSteps
+from brimful.trainer.step.self_correction import may_be_faster
 from helpers.wrong_plans import SAMPLES, gpt_job, too_large, too_small
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -35,40 +30,15 @@ def plan() -> bf.Plan:
     return found
 
 
-def measured(plan: bf.Plan, *, times: float = 1.0, peaks: float | None = 1.0) -> MeasuredSteps:
-    return MeasuredSteps(
-        count=5,
-        step_seconds=plan.predicted_step_seconds * times,
-        spread=STEP_SPREAD,
-        peak_reserved_bytes=None if peaks is None else round(plan.predicted_peak_reserved_bytes * peaks),
-    )
+def peak(plan: bf.Plan, factor: float) -> int:
+    return round(plan.predicted_peak_reserved_bytes * factor)
 
 
-def test_the_median_of_steps_is_no_surer_than_repeated_measurements() -> None:
-    assert MeasuredSteps.of([0.1] * 5, None) == MeasuredSteps(
-        count=5, step_seconds=0.1, spread=STEP_SPREAD, peak_reserved_bytes=None
-    )
-    assert MeasuredSteps.of([0.05, 0.08, 0.1, 0.12, 0.15], 7).spread > 5 * STEP_SPREAD
-
-
-@pytest.mark.parametrize("times", [0.5, 2.0])
-def test_a_factor_of_time_alone_is_no_reason_to_search(plan: bf.Plan, times: float) -> None:
-    assert not may_be_better(plan, measured(plan, times=times))
-    assert not may_be_better(plan, measured(plan, times=times, peaks=None))
-
-
-def test_a_peak_over_the_budget_is_a_reason_to_search(plan: bf.Plan) -> None:
-    assert may_be_better(
-        plan, measured(plan, peaks=1.01 * plan.budget_bytes / plan.predicted_peak_reserved_bytes)
-    )
-
-
-def test_a_larger_peak_within_the_budget_is_no_reason_to_search(plan: bf.Plan) -> None:
-    assert not may_be_better(plan, measured(plan, peaks=plan.budget_bytes / plan.predicted_peak_reserved_bytes))
-
-
-def test_memory_left_is_a_reason_to_search_where_the_curve_over_budgets_gains(plan: bf.Plan) -> None:
-    assert may_be_better(plan, measured(plan, peaks=0.6))
+def test_memory_left_may_make_a_plan_faster_where_the_curve_over_budgets_gains(plan: bf.Plan) -> None:
+    assert may_be_faster(plan, peak(plan, 0.6))
+    assert not may_be_faster(plan, peak(plan, 1.0))
+    assert not may_be_faster(plan, peak(plan, plan.budget_bytes / plan.predicted_peak_reserved_bytes))
+    assert not may_be_faster(plan, None)
     flat = replace(
         plan,
         budget_curve=(
@@ -77,39 +47,9 @@ def test_memory_left_is_a_reason_to_search_where_the_curve_over_budgets_gains(pl
             ),
         ),
     )
-    assert not may_be_better(flat, measured(plan, peaks=0.6))
+    assert not may_be_faster(flat, peak(plan, 0.6))
     plain = replace(plan, settings=bf.Settings(micro_batch_size=SAMPLES))  # nothing is simpler or faster
-    assert not may_be_better(plain, measured(plan, peaks=0.6))
-
-
-def test_better_settings_fit_with_the_measured_factor_and_are_faster_by_more_than_the_uncertainty(
-    plan: bf.Plan,
-) -> None:
-    job, cpu = gpt_job(), device_record(CPU)
-    assert find_better(job, plan, plan.settings, cpu, measured(plan)) is None
-    found = find_better(job, plan, plan.settings, cpu, measured(plan, times=1.3, peaks=0.6))
-    assert found is not None
-    low, high = found.predicted_difference_interval_seconds
-    assert low < high < 0
-    assert found.predicted_step_seconds < 1.3 * plan.predicted_step_seconds
-    assert found.predicted_peak_device_bytes <= plan.budget_bytes
-
-
-def test_settings_that_fit_are_better_than_those_that_exceed_the_budget_though_slower() -> None:
-    wrong = too_large(gpt_job())
-    peaks = round(wrong.budget_bytes / 0.7)
-    found = find_better(
-        gpt_job(),
-        wrong,
-        wrong.settings,
-        device_record(CPU),
-        MeasuredSteps(
-            count=5, step_seconds=wrong.predicted_step_seconds, spread=STEP_SPREAD, peak_reserved_bytes=peaks
-        ),
-    )
-    assert found is not None
-    assert found.predicted_difference_interval_seconds[1] > 0
-    assert found.predicted_peak_device_bytes <= wrong.budget_bytes
+    assert not may_be_faster(plain, peak(plan, 0.6))
 
 
 def test_a_run_too_short_to_measure_compares_nothing() -> None:
@@ -117,20 +57,37 @@ def test_a_run_too_short_to_measure_compares_nothing() -> None:
     assert result.self_correction is None
 
 
-def test_without_replan_better_settings_are_reported_and_not_used(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = too_small(gpt_job())
-    result, _ = bf.fit(gpt_job(), wrong, steps=10)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [(too_small, "memory is left with which a step may be faster"), (too_large, "the plan exceeds its budget")],
+)
+def test_another_plan_is_advised_and_the_settings_stay(
+    wrong: Callable[[bf.Job], bf.Plan],
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WaitsForCores, "fraction", lambda _self: None)
+    monkeypatch.setattr("brimful.trainer.step.kept_factors.LARGEST_TIME_FACTOR", 1e9)  # of a busy machine
+    plan = wrong(gpt_job())
+    result, _ = bf.fit(gpt_job(), plan, steps=10)
     found = result.self_correction
     assert found is not None
-    assert found.better is not None
-    assert found.changed_after_step is None
-    assert result.settings == wrong.settings
-    shown = capsys.readouterr().err
-    assert f"step {found.step}  step time" in shown
-    assert "faster by corrected predictions: " in shown
-    assert "replan=True (--replan)" in shown
-    assert "better settings" in training_text(result)
+    assert found.exceeds_budget == (wrong is too_large)
+    assert result.settings == found.settings == plan.settings
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"step {found.step} step time" in shown
+    assert f"{why}: plan again" in shown
     assert TrainingResult.from_json(result.to_json()).self_correction == found
+
+
+def test_a_resumed_run_compares_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = bf.plan(gpt_job(), "cpu", global_batch_size=SAMPLES)
+    first, _ = bf.fit(gpt_job(), plan, steps=8, run_dir=tmp_path / "run")
+    capsys.readouterr()
+    second, _ = bf.fit(gpt_job(), plan, steps=18, run_dir=tmp_path / "run", resume=True)
+    assert second.self_correction == first.self_correction is not None
+    assert "measured (×" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,11 +135,3 @@ def test_a_peak_that_is_not_kept_is_shown_with_the_prediction(
     bf.fit(gpt_job(), wrong, steps=10)
     shown = " ".join(capsys.readouterr().err.split())
     assert f"does not correct later plans: a peak of {format_bytes(tiny)} was predicted and" in shown
-
-
-def test_replan_is_refused_without_predictions_and_on_several_ranks() -> None:
-    with pytest.raises(UsageError, match="these are settings"):
-        bf.Trainer(gpt_job(), bf.Settings(micro_batch_size=SAMPLES), replan=True)
-    plan = bf.plan(gpt_job(), "cpu", global_batch_size=SAMPLES, world_size=2)
-    with pytest.raises(UsageError, match="replan is for one rank, and the plan is for 2"):
-        bf.Trainer(gpt_job(), plan, replan=True)

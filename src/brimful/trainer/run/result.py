@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 from brimful.execution.setup import device_name
-from brimful.planner import Plan
 from brimful.profiling import PeakMemory
-from brimful.results import BetterSettings, StepRecord, StopReason, TrainingResult
+from brimful.results import StepRecord, StopReason, TrainingResult
 from brimful.trainer.monitor.history import RunHistory
 from brimful.trainer.setup import RunContext
 
@@ -33,14 +32,8 @@ def result_of(
     """
     config = run.config
     plan = config.plan
-    corrected = run.state.self_correction
-    better = None if corrected is None else corrected.better
-    in_force: Plan | BetterSettings | None = plan  # has the predictions that compare with what was measured
-    if better is not None and run.state.settings == better.settings:
-        in_force = better
     average = run.state.average
     average_bytes = 0 if average is None else average.held_bytes  # beside every step, and in no plan
-    since_step = 0 if corrected is None else corrected.in_force_after_step
     return TrainingResult(
         job=config.job.name,
         device=device_name(config.device),
@@ -50,19 +43,17 @@ def result_of(
         validations=tuple(history.validations),
         budget_bytes=None if plan is None else plan.budget_bytes,
         predicted_peak_allocated_bytes=None
-        if in_force is None
-        else in_force.predicted_peak_allocated_bytes + average_bytes,
+        if plan is None
+        else plan.predicted_peak_allocated_bytes + average_bytes,
         measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
         predicted_peak_reserved_bytes=None
-        if in_force is None
-        else in_force.predicted_peak_reserved_bytes + average_bytes,
+        if plan is None
+        else plan.predicted_peak_reserved_bytes + average_bytes,
         measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
-        predicted_peak_device_bytes=None
-        if in_force is None
-        else in_force.predicted_peak_device_bytes + average_bytes,
+        predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes + average_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
-        predicted_step_seconds=None if in_force is None else in_force.predicted_step_seconds,
-        measured_step_seconds=_steady_seconds(history.steps, config.settings.global_batch_size, since_step),
+        predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
+        measured_step_seconds=_steady_seconds(history.steps, config.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
         certificate=run.certificate,
         recoveries=tuple(history.recoveries),
@@ -71,17 +62,13 @@ def result_of(
         predicted_mfu=None if plan is None else plan.predicted_mfu,
         data_loading=run.data_loading,
         notes=tuple(history.notes),
-        self_correction=corrected,
+        self_correction=run.state.self_correction,
     )
 
 
-def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int, since_step: int) -> float | None:
-    """Median over the steps with a full batch, except the first and the one whose memory was measured.
-
-    After a change of settings only the steps since then count.
-    """
-    first = 1 + next((index for index, record in enumerate(records) if record.step > since_step), len(records))
-    steady = [record for record in records[first:] if record.updated and not record.memory_measured]
+def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int) -> float | None:
+    """Median over the steps with a full batch, except the first and the one whose memory was measured."""
+    steady = [record for record in records[1:] if record.updated and not record.memory_measured]
     full_samples = global_batch_size
     if all(record.samples != full_samples for record in steady):  # a DataLoader with batches of its own size
         full_samples = max((record.samples for record in steady), default=0)

@@ -28,10 +28,11 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
         found: What was predicted and measured.
 
     Returns:
-        Why a factor is not kept: it is implausible, or the machine was busy; else None.
+        Why a factor is not kept: it is implausible, or the machine was busy. Empty if the predictions are not
+        of this device and these versions; None if both factors are kept.
     """
     if plan.job_kind is None:
-        return None
+        return ""
     kind = JobKind.of(
         config.job,
         device_record(state.device),
@@ -39,7 +40,7 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
         parameter_count=parameter_count(state.model.parameters()),
     )
     if kind.key != plan.job_kind:
-        return None
+        return ""
     before = plan.job_calibration
     times = found.measured_step_seconds / found.predicted_step_seconds
     peaks = _ratio(found.measured_peak_reserved_bytes, found.predicted_peak_reserved_bytes)
