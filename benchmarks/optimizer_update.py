@@ -17,7 +17,6 @@ import torch
 from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 
-from brimful.optimizers import AdamW4bit
 from machine import keep
 
 ROUNDS = 7
@@ -25,7 +24,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw, for-loop": partial(torch.optim.AdamW, foreach=False),
     "adamw, fused": partial(torch.optim.AdamW, fused=True),
     "adamw8bit": AdamW8bit,
-    "adamw4bit": AdamW4bit,
 }
 
 

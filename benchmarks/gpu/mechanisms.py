@@ -128,7 +128,7 @@ ALL: dict[str, Change] = {
 }
 OF_LANGUAGE = {"chunked loss": _with(chunked_loss=ChunkedLoss(layer="lm_head", chunks=8))}
 OF_IMAGES = {"channels_last": _with(memory_format=MemoryFormat.CHANNELS_LAST)}
-OF_ADAMW = {"8-bit AdamW": _with(optimizer="adamw8bit"), "4-bit AdamW": _with(optimizer="adamw4bit")}
+OF_ADAMW = {"8-bit AdamW": _with(optimizer="adamw8bit")}
 """Other optimizers, whose updates are others too."""
 MODELS: dict[str, tuple[Callable[..., bf.Job], Precision, int, dict[str, Change]]] = {
     "gpt2": (jobs.gpt2, Precision.BF16, 8, ALL | OF_LANGUAGE | OF_ADAMW),

@@ -141,11 +141,6 @@ def sharpness_aware_with_closure() -> bf.Job:
     )
 
 
-@job_case(1024)
-def four_bit_state() -> bf.Job:
-    return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, optimizer="adamw4bit")
-
-
 def trained(model: nn.Module, batches: Iterable[Any], *, every: int = 1, keep: list[Any] | None = None) -> None:
     """A loop with accumulation, and perhaps a leak."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

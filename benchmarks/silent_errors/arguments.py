@@ -179,7 +179,6 @@ ENGINES = {
     "fp16 under ZeRO 1": partial(_engine, "zero1", precision="fp16"),
     "fp16 under ZeRO 3": partial(_engine, "zero3", precision="fp16"),
     "8-bit AdamW under FSDP2": partial(_engine, "fsdp2", "adamw8bit"),
-    "4-bit AdamW under FSDP2": partial(_engine, "fsdp2", "adamw4bit"),
     "fp16 or bf16 under FSDP2": partial(_engine, "fsdp2", precision="fp16,bf16"),
     "fp16 under what is best": partial(_engine, "auto", precision="fp16"),
     "8-bit AdamW under what is best": partial(_engine, "auto", "adamw8bit"),

@@ -66,8 +66,8 @@ class PlanOptions:
     optimizer_implementation: str | None = None
     """for-loop, foreach or fused: the same formula. Default: fused where the optimizer has it."""
     allow_optimizers: tuple[str, ...] = field(default=(), metadata=_flag("--allow-optimizer"))
-    """Another optimizer that may be chosen, although it changes the mathematics: adafactor, adamw8bit,
-    adamw4bit; may be repeated."""
+    """Another optimizer that may be chosen, although it changes the mathematics: adafactor, adamw8bit;
+    may be repeated."""
     chunked_loss: bool = True
     """Permit chunked cross-entropy for a large vocabulary: the same sums in another order."""
     expandable_segments: bool = True

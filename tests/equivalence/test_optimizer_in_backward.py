@@ -35,7 +35,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
-    "adamw4bit": named_optimizer("adamw4bit", learning_rate=1e-2),
     "muon": named_optimizer("muon", learning_rate=1e-2),
 }
 

@@ -18,7 +18,7 @@ from brimful.distributed.ranks import SINGLE
 from brimful.distributed.strategies import DataParallel
 from brimful.execution.executor import StepExecutor
 from brimful.job import Job
-from brimful.optimizers import four_bit, named_optimizer
+from brimful.optimizers import named_optimizer
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.runner import StepRunner
@@ -156,7 +156,6 @@ OPTIMIZERS = {
     "adafactor": partial(torch.optim.Adafactor, lr=0.1, foreach=False),
     "radam": partial(torch.optim.RAdam, lr=0.1, foreach=False),
     "nadam": partial(torch.optim.NAdam, lr=0.1, foreach=True),
-    "adamw4bit": named_optimizer("adamw4bit", learning_rate=0.1),
     "muon": named_optimizer("muon", learning_rate=0.1),
 }
 
@@ -167,26 +166,6 @@ def test_an_update_is_finished_wherever_memory_runs_out(name, step):
     run = partial(trained, simple_net, Settings(micro_batch_size=BATCH), OPTIMIZERS[name], step)
     expected, counted, _ = run()
     assert counted.raised == 0
-    first_of_update = max(i for i, op in enumerate(counted.ops) if "linalg_vector_norm" in op)
-    for number in range(first_of_update, len(counted.ops)):
-        found, fault, _recoveries = run(number)
-        assert fault.raised == 1
-        assert_same(found, expected)
-
-
-def net_of_blocks() -> nn.Module:
-    """A matrix of three blocks of four-bit numbers, and a vector that is none."""
-    return nn.Linear(WIDTH, 3 * four_bit.BLOCK_NUMBERS // WIDTH)
-
-
-@pytest.mark.parametrize("step", range(STEPS), ids=["first", "second", "later"])
-def test_an_update_of_four_bit_moments_is_finished_in_the_midst_of_a_parameter(monkeypatch, step):
-    monkeypatch.setattr(four_bit, "LEAST_NUMBERS", four_bit.BLOCK_NUMBERS)
-    monkeypatch.setattr(four_bit, "PIECE_NUMBERS", four_bit.BLOCK_NUMBERS)
-    run = partial(trained, net_of_blocks, Settings(micro_batch_size=BATCH), OPTIMIZERS["adamw4bit"], step)
-    expected, counted, _ = run()
-    kept = [state["exp_avg"].dtype for state in expected["optimizer"]["state"].values()]
-    assert kept == [torch.uint8, torch.float32]
     first_of_update = max(i for i, op in enumerate(counted.ops) if "linalg_vector_norm" in op)
     for number in range(first_of_update, len(counted.ops)):
         found, fault, _recoveries = run(number)

@@ -107,7 +107,7 @@ def test_transformers_has_the_implementation_of_adamw(
     assert (made.settings == settings) is is_expressed
 
 
-@pytest.mark.parametrize("optimizer", [None, "adafactor", "muon", "adamw4bit"])
+@pytest.mark.parametrize("optimizer", [None, "adafactor", "muon"])
 def test_an_optimizer_that_transformers_lacks_is_passed_by_the_user(optimizer: str | None) -> None:
     made = write_export(exported(optimizer=optimizer), ExportTool.TRANSFORMERS)
     assert "optim" not in json.loads(made.text)

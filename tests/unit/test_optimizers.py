@@ -41,7 +41,6 @@ DOCUMENTED = {
     "adagrad": (torch.optim.Adagrad, 1e-2, 4 * ROWS * COLUMNS + 4),
     "adafactor": (torch.optim.Adafactor, 1e-2, 4 * (ROWS + COLUMNS) + 4),
     "adamw8bit": (AdamW8bit, 1e-3, ADAMW8BIT_BYTES),
-    "adamw4bit": (optimizers.AdamW4bit, 1e-3, 8 * ROWS * COLUMNS + 4),
     "muon": (optimizers.Muon, 1e-3, 4 * ROWS * COLUMNS),
 }
 
@@ -97,9 +96,6 @@ def test_class_learning_rate_and_state_are_as_documented(name):
         ("adafactor", "d", 1.0),
         ("adamw8bit", "betas", (0.9, 0.999)),
         ("adamw8bit", "weight_decay", 0.01),
-        ("adamw4bit", "betas", (0.9, 0.999)),
-        ("adamw4bit", "eps", 1e-8),
-        ("adamw4bit", "weight_decay", 0.01),
         ("muon", "momentum", 0.95),
         ("muon", "weight_decay", 0.1),
         ("muon", "adjust_lr_fn", "match_rms_adamw"),
@@ -276,7 +272,7 @@ def test_muon_is_predicted_and_resumes(tmp_path):
 
 def test_optimizers_of_torchao_are_refused_for_their_state():
     kind = type("AdamW4bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})
-    with pytest.raises(UsageError, match=r"torchao's AdamW4bit.*'adamw4bit'"):
+    with pytest.raises(UsageError, match=r"torchao's AdamW4bit.*'adamw8bit'"):
         make_optimizer(job(lambda parameters: kind(parameters)), [matrix()])
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _OWN_JOB = "job"
 
-_OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit", "adamw4bit")
+_OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit")
 """Optimizers that use the same learning rates."""
 
 _TASK_BATCH = 32

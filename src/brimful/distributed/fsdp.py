@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
-from brimful.optimizers import AdamW4bit, is_of_bitsandbytes
+from brimful.optimizers import is_of_bitsandbytes
 from brimful.settings import Settings
 
 T = TypeVar("T")
@@ -138,12 +138,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise UsageError(
             f"{type(optimizer).__name__} is not trained under FSDP2: bitsandbytes' kernels do not take the "
             "parts that a parameter is divided into. Take 'adamw', or train by DDP."
-        )
-    if isinstance(optimizer, AdamW4bit):
-        raise UsageError(
-            "adamw4bit is not trained under FSDP2: its scales are those of 128 numbers of a whole parameter, "
-            "and a part that is saved could not be loaded on another number of ranks. Take 'adamw', or train "
-            "by DDP."
         )
 
 

@@ -9,15 +9,13 @@
 | `adagrad` | `Adagrad` | 1e-2 | eps 1e-10 | 4 bytes a parameter |
 | `adafactor` | `Adafactor` | 1e-2 | beta2 decay -0.8, d 1.0 | 4 bytes a row and a column of a matrix |
 | `adamw8bit` | `AdamW8bit` of bitsandbytes | 1e-3 | as `adamw` | 2.03 bytes a parameter |
-| `adamw4bit` | `AdamW4bit`, brimful's own | 1e-3 | as `adamw` | 1.06 bytes a parameter |
 | `muon` | `Muon` of torch's | 1e-3 | momentum 0.95, weight decay 0.1; else `adamw` | 4 bytes, where AdamW 8 |
 
 These are torch's own defaults (checked: torch 2.13), except for SGD's momentum, which is 0 in torch but
 rarely in practice. AdamW, Adam, RMSprop, Adagrad and Adafactor also keep a 4-byte step count per
 tensor. Adafactor's vectors are not factored and take 4 bytes a parameter. AdamW8bit keeps tensors of fewer
 than 4096 parameters in float32, and two tables of 1 KiB (checked: bitsandbytes 0.50, which is an extra:
-`brimful[bitsandbytes]`). AdamW4bit does the same without tables, and also for tensors whose number of
-parameters is not a multiple of 128; its arithmetic is torchao's.
+`brimful[bitsandbytes]`).
 
 Muon is for hidden matrices, so `muon` is torch's Muon on those and torch's AdamW on the rest: embeddings, the
 model's last linear layer, biases, norms, convolutions. Muon's learning rate is adjusted as Moonshot's ("Muon is
@@ -33,7 +31,6 @@ from brimful.optimizers.by_name import (
     optimizer_names,
 )
 from brimful.optimizers.closures import check_needs_no_closure
-from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import (
     check_gaps,
     has_gaps,
@@ -55,7 +52,6 @@ __all__ = [
     "NOT_UNDER_FSDP2",
     "SPARSE_ARGUMENT",
     "ZERO_OPTIMIZERS",
-    "AdamW4bit",
     "Muon",
     "NamedOptimizer",
     "check_dense_gradients",

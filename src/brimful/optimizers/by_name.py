@@ -17,7 +17,6 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.module_names import plain_namer
 from brimful.optimizers.closures import check_needs_no_closure
-from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import check_gaps, set_implementation
 from brimful.optimizers.muon import Muon
 from brimful.optimizers.ownership import check_parameters
@@ -29,7 +28,7 @@ ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
 """Elementwise optimizers, which can step flat parts of all parameters together. Adagrad is one too, but
 DeepSpeed 0.19 replaces it by its own, with one parameter group."""
 
-NOT_UNDER_FSDP2 = ("adafactor", "adamw4bit", "adamw8bit")
+NOT_UNDER_FSDP2 = ("adafactor", "adamw8bit")
 """Optimizers that do not update parts of parameters; `distributed.fsdp.check_optimizer` says why."""
 
 _Maker = Callable[[list[nn.Parameter], nn.Module | None], Optimizer]
@@ -148,7 +147,7 @@ def make_optimizer(
         raise UsageError(
             f"{job.name}: the optimizer is torchao's {type(optimizer).__name__}, whose state is in tensors of "
             "its own class: what they take cannot be predicted, nor can they be copied and saved like "
-            "others. Take 'adamw4bit', which keeps as little, or 'adamw8bit' (of bitsandbytes)."
+            "others. Take 'adamw8bit' (of bitsandbytes)."
         )
     if settings is not None and settings.optimizer_implementation is not None:
         set_implementation(optimizer, settings.optimizer_implementation)
@@ -248,6 +247,5 @@ _MAKERS: dict[str, _Maker] = {
     "adagrad": _by_class(torch.optim.Adagrad),
     "adafactor": _by_class(torch.optim.Adafactor),
     "adamw8bit": _make_adamw8bit,
-    "adamw4bit": _by_class(AdamW4bit),
     "muon": _make_muon,
 }

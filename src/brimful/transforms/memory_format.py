@@ -70,7 +70,7 @@ class AppliedFormat:
             raise UsageError(
                 f"{type(optimizer).__name__} makes every parameter contiguous before it updates it, so "
                 f"memory_format={str(self._memory_format)!r} would be undone. Use another optimizer, such as "
-                "adamw or adamw4bit, or memory_format='contiguous'."
+                "adamw, or memory_format='contiguous'."
             )
         self._optimizer = optimizer
         follow_parameters(optimizer)

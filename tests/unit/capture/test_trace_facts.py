@@ -384,7 +384,7 @@ def test_the_device_is_asked_for_without_a_trace() -> None:
     assert not any(name.startswith("prim") for name in first_step_ops(trace))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "adagrad", "adafactor", "adamw8bit", "adamw4bit"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "adagrad", "adafactor", "adamw8bit"])
 def test_every_optimizer_by_name_can_be_captured(name: str) -> None:
     trace = capture(job(optimizer=name), A100)
     assert trace.uncertain_ops == ()

@@ -773,7 +773,7 @@ def print_loss(trainer, record) -> None:
     [
         ({"micro_batch_size": 4, "gradient_accumulation_steps": 2}, ["the batch is split"]),
         ({"optimizer_implementation": OptimizerImplementation.FUSED}, ["the fused optimizer may round"]),
-        ({"optimizer": "adamw4bit"}, ["the optimizer is adamw4bit"]),
+        ({"optimizer": "adafactor"}, ["the optimizer is adafactor"]),
         (
             {"precision": Precision.BF16, "offload_optimizer": True},
             ["the precision is bf16", "the optimizer is on"],
