@@ -29,7 +29,7 @@ from brimful.errors import CallError, UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Check = Callable[[Any], Any]
-"""Returns the value as its hint says, or raises `_MisfitError`."""
+"""A function that returns the value as its hint says, or raises `_MisfitError`."""
 
 _MOST_SHOWN = 60
 """Characters of a value in an error. A choice."""
@@ -47,15 +47,9 @@ class _MisfitError(Exception):
 def checks_arguments(function: Function, names: Mapping[str, Any] = MappingProxyType({})) -> Function:
     """Check the arguments of a public function, or of a public class when it is made; a decorator.
 
-    The signature's hints decide, `__signature__` before that of the code. A call with other arguments than the
-    signature has, and values of other types, are errors that say what is taken.
-
-    Args:
-        function: The function or class.
-        names: What hints of its module does not know.
-
-    Returns:
-        The function, which raises `UsageError` for wrong arguments; the class itself.
+    The signature's hints decide, `__signature__` before that of the code; `names` are those that hints of its
+    module do not know. A call with other arguments than the signature has, and values of other types, raise a
+    UsageError that says what is taken.
     """
     if isinstance(function, type):
         function.__init__ = _checked(function.__init__, function, names, is_method=True)  # type: ignore[misc]
@@ -65,14 +59,10 @@ def checks_arguments(function: Function, names: Mapping[str, Any] = MappingProxy
 
 
 def check_fields(record: Any, *, shown: str = "{}") -> None:
-    """Check the fields of a record against their hints, in its `__post_init__`.
+    """Check the fields of a dataclass against their hints, in its `__post_init__`.
 
-    Args:
-        record: A dataclass; frozen ones too get each value as its hint says.
-        shown: A field in errors, such as "Job({}=…)".
-
-    Raises:
-        UsageError: A field is of another type, or out of its range.
+    Each field, of a frozen dataclass too, gets the value as its hint says; a value of another type, or out of
+    range, raises UsageError. `shown` is a field in errors, such as "Job({}=…)".
     """
     kind: Any = type(record)
     for name, check in _field_checks(kind):

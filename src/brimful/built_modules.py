@@ -22,13 +22,9 @@ _FRAMES = 4
 def noting_built_modules(*, with_tensors: bool = False) -> Iterator[Callable[[nn.Module], bool]]:
     """Note which modules are built while the context is open.
 
-    Modules that are copied deeply or read from a file count as built.
-
-    Args:
-        with_tensors: Ask the same of parameters and buffers, which takes a walk through all objects.
-
-    Yields:
-        A function that returns whether a model and all of its parts were built.
+    It yields a function that returns whether a model and all of its parts were built. Modules that are copied
+    deeply or read from a file count as built. `with_tensors` notes parameters and buffers too, which takes a
+    walk through all objects.
     """
     before = (
         {id(each) for each in gc.get_objects() if issubclass(type(each), Tensor)} if with_tensors else set()

@@ -49,7 +49,7 @@ DOCUMENT_BYTES = 64 * MIB
 """Largest JSON document that is read, traces excepted: plans take tens of KiB. A choice."""
 
 _LARGEST = 2**62
-"""Beyond every size and count; sums of a few still fit the 64 bits of other readers. A choice."""
+"""A number beyond every size and count; sums of a few still fit the 64 bits of other readers. A choice."""
 
 PositiveInt = Annotated[int, Meta(ge=1, le=_LARGEST)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=_LARGEST)]
@@ -57,9 +57,9 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 _UNBOUNDED = "may be nan or infinite"
 UnboundedFloat = Annotated[float, _UNBOUNDED]
-"""Of a field whose number `to_json_document` may write as "nan", "inf" or "-inf", which JSON lacks."""
+"""Type of a field whose number `to_json_document` may write as "nan", "inf" or "-inf", which JSON lacks."""
 UnboundedNonNegativeFloat = Annotated[float, Meta(ge=0), _UNBOUNDED]
-"""The same, from 0 to infinity."""
+"""An `UnboundedFloat` from 0 to infinity."""
 
 
 ALWAYS_WRITTEN: Mapping[str, bool] = MappingProxyType({"always_written": True})
@@ -67,20 +67,11 @@ ALWAYS_WRITTEN: Mapping[str, bool] = MappingProxyType({"always_written": True})
 
 
 def read_regular_file(path: Path | str, *, what: str, limit_bytes: int = DOCUMENT_BYTES) -> bytes:
-    """The content of a file, unless it is not a regular file or is larger than the limit.
+    """The content of a file, which must be a regular file of at most `limit_bytes`.
 
-    A FIFO or a device is refused without waiting for it.
-
-    Args:
-        path: Symbolic links are followed.
-        what: Names the content in errors, such as "plan".
-        limit_bytes: Largest size that is read.
-
-    Returns:
-        The whole content.
-
-    Raises:
-        FileFormatError: It is not a regular file, cannot be read, or is too large.
+    A file of another kind, one that is too large and one that cannot be read raise FileFormatError, in which
+    `what` names the content, such as "plan". A FIFO or a device is refused without waiting for it; symbolic
+    links are followed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -104,16 +95,9 @@ def read_regular_file(path: Path | str, *, what: str, limit_bytes: int = DOCUMEN
 def decode_json(content: bytes | str, record: type[T], *, where: str) -> T:
     """A record from JSON, every field checked against its annotation.
 
-    Args:
-        content: UTF-8; NaN and Infinity are not JSON.
-        record: A dataclass, or any type that msgspec knows.
-        where: Names the file in errors, such as "the plan p.json".
-
-    Returns:
-        The record.
-
-    Raises:
-        FileFormatError: One line with the file, the field and what was expected.
+    `record` is a dataclass, or any type that msgspec knows; `where` names the file in errors, such as "the plan
+    p.json". NaN and Infinity are not JSON. A FileFormatError has in one line the file, the field and what was
+    expected.
     """
     return from_json_document(parse_json(content, where=where), record, where=where)
 
@@ -121,15 +105,8 @@ def decode_json(content: bytes | str, record: type[T], *, where: str) -> T:
 def parse_json(content: bytes | str, *, where: str) -> Any:
     """Parse JSON into plain containers, for documents whose type is found from their content.
 
-    Args:
-        content: UTF-8; NaN and Infinity are not JSON.
-        where: Names the file in errors.
-
-    Returns:
-        Dicts, lists, strings, numbers, booleans and None.
-
-    Raises:
-        FileFormatError: It is not JSON, or nested too deeply to be read.
+    `where` names the file in the FileFormatError for content that is not JSON, as NaN and Infinity are not, or
+    is nested too deeply to be read.
     """
     with _errors_naming(where, Any):
         return msgspec.json.decode(content)
@@ -138,17 +115,9 @@ def parse_json(content: bytes | str, *, where: str) -> Any:
 def decode_directly(content: bytes | msgspec.Raw, kind: Any, *, where: str, path: str = "") -> Any:
     """A value of a type straight from JSON, for large documents: nothing is built before it is checked.
 
-    Args:
-        content: UTF-8; NaN and Infinity are not JSON.
-        kind: Any type that msgspec knows. Of a dataclass, fields that it does not have are ignored.
-        where: Names the file in errors.
-        path: The field of the file that this is the value of; empty if it is the whole.
-
-    Returns:
-        A value of that type.
-
-    Raises:
-        FileFormatError: One line with the file, the field and what was expected.
+    `kind` is any type that msgspec knows; fields that a dataclass does not have are ignored. `path` is the
+    field of the file that holds the value; empty if the value is the whole file. A FileFormatError has in one
+    line the file `where`, the field and what was expected.
     """
     with _errors_naming(where, kind, path):
         return msgspec.json.decode(content, type=kind)
@@ -157,16 +126,8 @@ def decode_directly(content: bytes | msgspec.Raw, kind: Any, *, where: str, path
 def from_builtins(document: Any, record: type[T], *, where: str) -> T:
     """A record from plain containers, every field checked against its annotation.
 
-    Args:
-        document: As `parse_json` gives it; fields that the record does not have are refused, not ignored.
-        record: A dataclass, or any type that msgspec knows.
-        where: Names the file in errors.
-
-    Returns:
-        The record.
-
-    Raises:
-        FileFormatError: One line with the file, the field and what was expected.
+    Fields that the record does not have are refused, not ignored. A FileFormatError has in one line the file
+    `where`, the field and what was expected.
     """
     with _errors_naming(where, record):
         made = msgspec.convert(document, record, dec_hook=_path)
@@ -179,18 +140,8 @@ def from_builtins(document: Any, record: type[T], *, where: str) -> T:
 def fields_of_version(document: Any, key: str, version: int, *, what: str, where: str) -> dict[str, Any]:
     """The fields of a document, without its version, which must be the one that this brimful reads.
 
-    Args:
-        document: As `parse_json` gives it.
-        key: Of the version.
-        version: The one that is read.
-        what: Names the content in errors, such as "plan".
-        where: Names the file in errors.
-
-    Returns:
-        All fields but the version.
-
-    Raises:
-        FileFormatError: It is another document, or of another version.
+    `key` is that of the version. A document of another kind or version raises FileFormatError, in which `what`
+    names the content, such as "plan", and `where` the file.
     """
     if not isinstance(document, dict) or key not in document:
         raise FileFormatError(f"{where} is not a brimful {what}: it has no field `{key}`.")
@@ -239,13 +190,9 @@ _MAPPINGS = (dict, Mapping)
 
 
 def to_json_document(record: DataclassInstance) -> dict[str, Any]:
-    """A record as JSON can hold it.
+    """A record as JSON can hold it; numbers that JSON lacks are "nan", "inf" and "-inf".
 
-    Args:
-        record: Of mappings, sequences, enumerations, paths, numbers, strings and records.
-
-    Returns:
-        Dicts, lists and what JSON has; numbers that it lacks are "nan", "inf" and "-inf".
+    Fields may hold mappings, sequences, enumerations, paths, numbers, strings and records.
     """
     document: dict[str, Any] = to_builtins(record)
     return document
@@ -281,18 +228,10 @@ def _record_to_builtins(record: Any) -> Any:
 
 
 def from_json_document(document: Any, record: type[T], *, where: str) -> T:
-    """The record that `to_json_document` wrote.
+    """The record that `to_json_document` wrote, equal to the one written.
 
-    Args:
-        document: As `parse_json` gives it.
-        record: A dataclass.
-        where: Names the file in errors.
-
-    Returns:
-        A record equal to the one written.
-
-    Raises:
-        FileFormatError: A field is unknown, missing, of another type or out of range.
+    A field that is unknown, missing, of another type or out of range raises FileFormatError, in which `where`
+    names the file.
     """
     by_fields = _in_fields(document, record, where)
     try:
@@ -380,7 +319,7 @@ class _Misfit(NamedTuple):
     error: Callable[..., FileFormatError]
 
     def inside(self, name: str) -> _Misfit:
-        """The same, seen from outside of the field or the place that it is in."""
+        """This misfit with its path seen from outside of the field or the place that holds it."""
         return self._replace(path=f"{name}{'' if self.path.startswith('[') else '.'}{self.path}")
 
 
@@ -406,7 +345,7 @@ def _first_misfit(document: Any, made: Any) -> _Misfit | None:
 
 
 def _fields_by_name(made: Any) -> dict[str, Any] | None:
-    """What a record or a mapping has; None of anything else."""
+    """The fields of a record or the entries of a mapping; None for anything else."""
     if is_dataclass(made):
         return {field.name: getattr(made, field.name) for field in fields(made)}
     if isinstance(made, msgspec.Struct):

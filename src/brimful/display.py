@@ -40,14 +40,10 @@ class BestEffortFile(io.FileIO):
 
 
 def open_best_effort(descriptor: int, like: TextIO | None) -> tuple[TextIO, BestEffortFile]:
-    """A text stream on a file descriptor whose writes never raise.
+    """A text stream on a file descriptor whose writes never raise, and the file below it.
 
-    Args:
-        descriptor: Is left open when the stream is closed.
-        like: The stream to replace, whose encoding and buffering are kept. None takes UTF-8.
-
-    Returns:
-        The stream, in which characters outside its encoding are escaped, and the file below it.
+    The stream escapes characters outside its encoding, and leaves the descriptor open when it is closed. It
+    keeps encoding and buffering of `like`, the stream that it replaces; None takes UTF-8.
     """
     file = BestEffortFile(descriptor, "w", closefd=False)
     stream = io.TextIOWrapper(
@@ -64,18 +60,14 @@ def _writes_lines_at_once(stream: TextIO | None) -> bool:
 
 
 class BestEffortText(io.TextIOBase):
-    """A view of a stream that discards what the stream cannot write.
-
-    Args:
-        stream: Any that prints, such as `sys.stderr` in a notebook; None discards everything.
-    """
+    """A view of a stream that discards what the stream cannot write; None discards everything."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the base class
-        """That of the stream."""
+        """The encoding of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, /) -> int:
@@ -105,11 +97,7 @@ class BestEffortText(io.TextIOBase):
 
 
 def write_from_signal(text: str) -> None:
-    """Display a line from a signal handler, which may interrupt a print.
-
-    Args:
-        text: For standard error.
-    """
+    """Display a line on standard error from a signal handler, which may interrupt a print."""
     with suppress(OSError):
         os.write(2, text.encode())
 

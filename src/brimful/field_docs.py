@@ -14,11 +14,7 @@ _WIDTH = 108
 
 
 def list_fields_in_help(record: type) -> None:
-    """Let `help(record)` list each field with its docstring; the source is not read before.
-
-    Args:
-        record: A dataclass.
-    """
+    """Let `help` of a dataclass list each field with its docstring; the source is not read before."""
     record.__doc__ = _DocWithFields(record.__doc__)  # type: ignore[assignment]
 
 
@@ -48,16 +44,9 @@ def _with_fields(own: str, described: dict[str, str]) -> str:
 
 
 def field_docstrings(record: type) -> dict[str, str]:
-    """The docstrings below the fields of a record and of those it extends, by field, as one line each.
+    """The docstrings below the fields of a dataclass and of those it extends, by field, as one line each.
 
-    Args:
-        record: A dataclass whose source can be read.
-
-    Returns:
-        Those that there are, in the order of the fields.
-
-    Raises:
-        OSError: The source cannot be read.
+    They are in the order of the fields; a source that cannot be read raises OSError.
     """
     found = {}
     for owner in reversed([each for each in record.__mro__ if "__dataclass_fields__" in vars(each)]):

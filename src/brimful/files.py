@@ -13,15 +13,10 @@ from brimful.errors import SaveError
 
 
 def write_file(path: Path | str, content: str | bytes, *, follows_links: bool = True) -> None:
-    """Write a whole file.
+    """Write a whole file, which may exist; its directory must. A file that cannot be written raises SaveError.
 
-    Args:
-        path: Is overwritten; its directory must exist.
-        content: Text is written as UTF-8, in which bytes of a file's name that are not UTF-8 are escaped.
-        follows_links: Write to the file that a link points to; False replaces the link.
-
-    Raises:
-        SaveError: It cannot be written.
+    Text is written as UTF-8, in which bytes of a file's name that are not UTF-8 are escaped. `follows_links`
+    writes to the file that a link points to; False replaces the link.
     """
     try:
         with open(path if follows_links else fresh(Path(path)), "wb", opener=_open_at_once) as file:
@@ -42,16 +37,10 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def fresh(path: Path) -> Path:
-    """A path for a new file, freed of what had this name.
+    """A path for a new file, freed of a file or a link of this name.
 
-    Args:
-        path: A file or a link there is deleted; writing to a link would change the file that it points to.
-
-    Returns:
-        The path.
-
-    Raises:
-        OSError: It is a directory, or cannot be deleted.
+    Writing to a link would change the file that it points to. A directory, or what cannot be deleted, raises
+    OSError.
     """
     path.unlink(missing_ok=True)
     return path
@@ -75,11 +64,7 @@ def _is(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def bring_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a directory, would survive a loss of power.
-
-    Args:
-        path: Of a file or a directory.
-    """
+    """Wait until a file, or the names in a directory, would survive a loss of power."""
     if os.name != "posix" and path.is_dir():
         return  # only POSIX lets a directory be opened
     descriptor = os.open(path, os.O_RDONLY)

@@ -38,7 +38,7 @@ _OF_LIBRARIES = frozenset(
 ) - {"__main__"}
 _MISSING = object()
 _NOT_HELD = object()
-"""In the place of an attribute that is not held."""
+"""Stands in the place of an attribute that is not held."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
@@ -48,11 +48,10 @@ _MOST_IN_ALL = 2**15
 
 
 class HeldValues:
-    """The values that are held now.
+    """The values that a model and others, such as its loss, hold now.
 
-    Args:
-        model: Its values have the names that `state_dict` has.
-        others: Functions or objects beside it, such as its loss, by a name for what they hold.
+    Values of the model have the names that `state_dict` has; those of `others`, functions or objects beside it,
+    are named after their keys.
     """
 
     def __init__(self, model: nn.Module, others: dict[str, Any] | None = None) -> None:
@@ -71,7 +70,7 @@ class HeldValues:
             self._add(name, other)
 
     def restore(self) -> None:
-        """Hold what was held then; tensors keep the numbers that were written to them."""
+        """Hold again what was held when this was made; tensors keep the numbers that were written to them."""
         for container, content in self._containers:
             if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
                 for key in container.keys() - content.keys():
@@ -208,13 +207,11 @@ def _are_two(one: Any, other: Any) -> bool:
 class HeldSnapshot:
     """Attributes of a model's modules as they are now, with copies of plain tensors among them.
 
-    Frozen parameters are copied too, if they take no more than the others: their gradients will take as much,
-    and a momentum teacher is as large as what it follows.
+    Buffers and trained parameters are not copied. Frozen parameters are, if they take no more than the others:
+    their gradients will take as much, and a momentum teacher is as large as what it follows.
 
-    Args:
-        model: Buffers and trained parameters are not copied.
-        device: Of the copies; None is each tensor's own.
-        only: Names of the tensors to copy; None copies all.
+    `device` is that of the copies, None each tensor's own; `only` has the names of the tensors to copy, None
+    copies all.
     """
 
     def __init__(

@@ -38,11 +38,7 @@ _INNER_NAMES = frozenset(_INNER.values())
 def plain_namer(model: nn.Module) -> Callable[[str], str]:
     """A function that returns the plain name of a module, parameter or buffer, without wrappers.
 
-    Args:
-        model: A model, wrapped or with wrappers inside.
-
-    Returns:
-        A function of a name as in `named_modules`, `named_parameters` or `state_dict`.
+    It takes a name as in `named_modules`, `named_parameters` or `state_dict` of the model.
     """
     inner = {
         f"{path}.{name}" if path else name
@@ -62,14 +58,9 @@ def plain_namer(model: nn.Module) -> Callable[[str], str]:
 
 
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by plain name.
+    """The modules of a model by plain name, in the order of `named_modules`.
 
-    Args:
-        model: A model, wrapped or not.
-
-    Returns:
-        Modules in the order of `named_modules`. A compiled module is its compiling wrapper; other wrappers are
-        omitted.
+    A compiled module is its compiling wrapper; other wrappers are omitted.
     """
     plain_name = plain_namer(model)
     found: dict[str, nn.Module] = {}
@@ -95,12 +86,8 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state by the names that `model.load_state_dict` expects.
 
-    Args:
-        model: A model, wrapped or not.
-        state: A state by plain names, or by those of a wrapped model's `state_dict`.
-
-    Returns:
-        The same values; names that the model does not have are unchanged.
+    The state has plain names, or those of a wrapped model's `state_dict`; names that the model does not have
+    are unchanged.
     """
     plain_name = plain_namer(model)
     own = {plain_name(name): name for name in with_inner_tensors(model.state_dict())}
@@ -110,13 +97,8 @@ def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 def resolved(name: str, known: Container[str]) -> str:
     """Resolve a name, which may come from a wrapped model, to a plain name.
 
-    Args:
-        name: A plain name, or one with the names of wrappers in it.
-        known: Plain names.
-
-    Returns:
-        The name itself, if it is known; else the known name that omits the fewest parts named like wrapped
-        modules in wrappers; else the name itself.
+    The result is the name itself, if it is among the plain names `known`; else the known name that omits the
+    fewest parts named like wrapped modules in wrappers; else the name itself.
     """
     parts = name.split(".")
     inner = [index for index, part in enumerate(parts) if part in _INNER_NAMES]
@@ -143,12 +125,8 @@ def _is_compiled(module: nn.Module) -> bool:
 def check_runs_on_one_device(model: nn.Module, *, job: str) -> None:
     """Refuse a model that spreads a batch over several GPUs of one process, which is not predicted.
 
-    Args:
-        model: A model, wrapped or with wrappers inside.
-        job: Named in the error.
-
-    Raises:
-        UsageError: The model is or contains an `nn.DataParallel`, except on one given GPU.
+    A model that is or contains an `nn.DataParallel`, except on one given GPU, raises UsageError, which names
+    the job.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) != 1:

@@ -21,22 +21,21 @@ PATIENCE_SECONDS = 60
 large model; not for ever, as that thread may wait for the one that forks."""
 
 _AFTER_HOOKS_SECONDS = 0.05
-"""After which the hooks of a fork have ended. A choice."""
+"""Time after which the hooks of a fork have ended. A choice."""
 
 _lock = threading.RLock()
 _entered: list[float] = []
 """When the thread that is within entered, and entered again."""
 _undone_in_forks: list[Callable[[], object]] = []
 _fork = threading.local()
-"""Of the thread that forks: `has_lock`, and `is_interrupted` by Ctrl-C while it waited."""
+"""State of the thread that forks: `has_lock`, and `is_interrupted` by Ctrl-C while it waited."""
 
 
 @contextmanager
 def one_at_a_time(undo: Callable[[], object] | None = None) -> Iterator[None]:
-    """Only one thread at a time is within; it may enter again.
+    """Let only one thread at a time into the context, which it may enter again.
 
-    Args:
-        undo: Called in a fork that did not wait for the end: nothing else ends the context there.
+    `undo` is called in a fork that did not wait for the end: nothing else ends the context there.
     """
     with _lock:
         _entered.append(time.monotonic())

@@ -118,12 +118,8 @@ class PlanOptions:
     def of(cls, given: PlanKeywords) -> Self:
         """The options as text, as the command line and a plan's file have them.
 
-        Args:
-            given: What `brimful.plan` takes by keyword: sizes also as numbers of bytes, precisions also as
-                dtypes and in lists, `recompute` also as an `Action`, None or "auto".
-
-        Returns:
-            The record.
+        The keywords of `brimful.plan` also give sizes as numbers of bytes, precisions as dtypes and in lists,
+        and `recompute` as an `Action`, None or "auto".
         """
         return cls(**{name: _AS_TEXT.get(name, _same)(value) for name, value in given.items()})
 
@@ -211,14 +207,7 @@ def _recompute_text(recompute: str | Action | None) -> str:
 
 
 def format_text(memory_format: MemoryFormatLike | None) -> str | None:
-    """The value of the option `memory_format` as text: "channels_last" of `torch.channels_last`.
-
-    Args:
-        memory_format: As the user gave it.
-
-    Returns:
-        What the command line takes; None if it was not given.
-    """
+    """The option `memory_format` as text, such as "channels_last" of torch's; None if it was not given."""
     if memory_format is None:
         return None
     return str(memory_format).removeprefix("torch.").removesuffix("_format").removesuffix("_3d")
@@ -256,14 +245,9 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def takes_options(record: type, keywords: type) -> Callable[[Target], Target]:
     """Show a record's fields in the signature and docstring of what takes them as `**options`; a decorator.
 
-    Other names and types are refused by `checks_arguments`.
-
-    Args:
-        record: A dataclass with defaults and a docstring below each field.
-        keywords: The TypedDict of what a caller may give for its fields.
-
-    Returns:
-        The decorator, of a function or class whose last parameter is `**options`.
+    The decorated function or class has `**options` as its last parameter. The record has defaults and a
+    docstring below each field; `keywords` is the TypedDict of what a caller may give for the fields. Other
+    names and types are refused by `checks_arguments`.
     """
 
     def decorate(target: Target) -> Target:

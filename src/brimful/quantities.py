@@ -34,18 +34,11 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | float, *, is_budget: bool = True) -> int:
-    """Bytes meant by `text`.
+    """The positive number of bytes that a text such as `"11GiB"` or `"512 MB"` means.
 
-    Args:
-        text: A number with a unit, such as `"11GiB"` or `"512 MB"`; a whole number, such as `11 * 2**30` or
-            `8e9`, is bytes already.
-        is_budget: Whether a share of the baseline may be meant, which an error then says how to write.
-
-    Returns:
-        A positive number of bytes.
-
-    Raises:
-        SizeError: `text` is not a size, has no unit, or is not positive or larger than any device.
+    A whole number, such as `11 * 2**30` or `8e9`, is bytes already. A text that is not a size, has no unit, or
+    is not positive or larger than any device raises SizeError, which says how to write a share of the baseline
+    if `is_budget` is set and one may be meant.
     """
     size_bytes = _parsed(text, is_budget=is_budget) if isinstance(text, str) else _whole(text)
     if size_bytes > _LARGEST_SIZE:
@@ -76,7 +69,7 @@ def _parsed(text: str, *, is_budget: bool) -> int:
 
 
 def _share_hint(number: str) -> str:
-    """For a number between 0 and 1, which may be meant as a share of the baseline, as a budget may be."""
+    """How to write a number without a unit as a share of the baseline, where one below 1 is a fraction."""
     return (
         f" As a budget, {100 * float(number):g}% of the baseline is '{100 * float(number):g}%'."
         if float(number) < 1
@@ -132,13 +125,8 @@ def format_rate(per_second: float, what: str = "samples") -> str:
 def format_rates(samples_per_second: float, counted_per_second: float, counted: str | None) -> list[str]:
     """Samples per second, and the rate of what a job's loss averages over where that is another number.
 
-    Args:
-        samples_per_second: The rate of samples.
-        counted_per_second: The rate of what the job counts.
-        counted: Its name, such as "tokens"; None if the job counts samples.
-
-    Returns:
-        One text or two: "34.1 samples/s", "1820 tokens/s".
+    These are one text or two: "34.1 samples/s", "1820 tokens/s". `counted` is what the job counts, such as
+    "tokens"; None if it counts samples.
     """
     rates = [format_rate(samples_per_second)]
     if counted is not None and format_rate(counted_per_second) != rates[0]:

@@ -12,15 +12,9 @@ from brimful.one_at_a_time import one_at_a_time
 
 
 def replace_attribute(owner: Any, name: str, stand_in: Any) -> Callable[[], None]:
-    """Let `owner.name` be `stand_in` until it is restored.
+    """Let `owner.name` be `stand_in` until the returned function restores it.
 
-    Args:
-        owner: A class, module or instance.
-        name: Of an attribute of its own, or an inherited one.
-        stand_in: Takes its place.
-
-    Returns:
-        What restores it.
+    `owner` is a class, module or instance; the attribute may be its own or an inherited one.
     """
     is_own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, stand_in)

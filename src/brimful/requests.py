@@ -52,22 +52,10 @@ def request_of(
     num_nodes: int,
     is_here: bool,
 ) -> Request:
-    """The planner's request, without the budget; see `budget_bytes`.
+    """The planner's request, with a budget of 0 bytes: `with_budget` sets the budget.
 
-    Args:
-        job: The job to plan.
-        device: The device to plan for.
-        options: As the user gave them.
-        global_batch_size: Samples per optimizer step.
-        world_size: Ranks.
-        num_nodes: Machines that they are divided among.
-        is_here: Whether the device is in this machine, so that its host memory is this machine's.
-
-    Returns:
-        A request with a budget of 0 bytes.
-
-    Raises:
-        UsageError: Options contradict each other, the job or the device, or name nothing that is known.
+    `is_here` is whether the device is in this machine, so that its host memory is this machine's. Options that
+    contradict each other, the job or the device, or name nothing that is known, raise UsageError.
     """
     parallelisms = _parallelisms(options.parallelism, world_size)
     _check_zero(job, (options.optimizer, *options.allow_optimizers), parallelisms)
@@ -138,37 +126,20 @@ def job_traits(job: Job, batch_size: int) -> JobTraits:
 
 
 def with_budget(request: Request, budget: str | None, capture: Capture) -> Request:
-    """The request with a budget; without one what must not be exceeded is what the device has.
+    """The request with its budget; without one, what must not be exceeded is what the device has.
 
-    Args:
-        request: Has device and ranks.
-        budget: As for `budget_bytes`.
-        capture: Captures the baseline, for a share.
-
-    Returns:
-        A request that can be searched.
-
-    Raises:
-        UsageError: The budget is not a size, or more than the device has.
+    `budget`, `capture` and errors are those of `budget_bytes`.
     """
     limit_bytes = _capacity_of_rank(request) if budget is None else None
     return replace(request, budget_bytes=budget_bytes(budget, capture, request), limit_bytes=limit_bytes)
 
 
 def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
-    """The bytes of a budget.
+    """Bytes permitted to each rank on its device, the CUDA context included.
 
-    Args:
-        budget: A size such as "11GiB", a share of what the baseline takes such as "50%", or None for the
-            capacity, on a GPU less a margin for what the prediction may miss.
-        capture: Captures the baseline, for a share.
-        request: Has device and ranks.
-
-    Returns:
-        Bytes permitted to each rank on its device, the CUDA context included.
-
-    Raises:
-        UsageError: It is not a size, or more than the device has.
+    `budget` is a size such as "11GiB", a share of what the baseline takes such as "50%", for which `capture`
+    captures the baseline, or None for the capacity, on a GPU less a margin for what the prediction may miss. A
+    text that is not a size, or a size larger than the device has, raises UsageError.
     """
     if budget is None:
         device = request.device
@@ -190,16 +161,9 @@ def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
 
 
 def parse_precision(precision: PrecisionLike) -> Precision:
-    """The precision meant.
+    """The precision meant by a member, its name ("bf16", "fp32", …), or a dtype (`torch.bfloat16`, "bfloat16").
 
-    Args:
-        precision: One, its name ("bf16", "fp32", …), or a dtype (`torch.bfloat16`, "bfloat16").
-
-    Returns:
-        The one of that name.
-
-    Raises:
-        UnknownNameError: There is none of that name.
+    Any other name raises UnknownNameError.
     """
     try:
         return Precision(precision)  # type: ignore[arg-type]  # a dtype is understood by its name
@@ -211,8 +175,9 @@ HOST_FRACTION = 0.5
 """Default fraction of this machine's memory for offloading, without `host_memory`. A choice: other programs
 cannot use pinned memory."""
 DESCRIBED_HOST_FRACTION = 0.5
-"""The same for the host of a GPU that is only named, as a fraction of the GPU's memory. A choice: clouds
-rent a GPU of 24 GB with as little as 16 GiB of host memory (AWS g5.xlarge), of which this is three quarters."""
+"""Default host memory for offloading from a GPU that is only named, as a fraction of the GPU's memory. A
+choice: clouds rent a GPU of 24 GB with as little as 16 GiB of host memory (AWS g5.xlarge), of which this is
+three quarters."""
 
 
 def _precisions(names: str, device: Device) -> tuple[Precision, ...]:
@@ -255,16 +220,10 @@ _MEMORY_FORMATS: dict[str, tuple[MemoryFormat | None, ...]] = {
 
 
 def parse_memory_formats(memory_format: MemoryFormatLike | None) -> tuple[MemoryFormat | None, ...]:
-    """The memory formats to choose from, of which None leaves the layout as it is.
+    """The memory formats to choose from, at least one, of which None leaves the layout as it is.
 
-    Args:
-        memory_format: "auto", "contiguous", "channels_last", "preserve" or None, or one of torch's.
-
-    Returns:
-        At least one.
-
-    Raises:
-        UnknownNameError: There is none of that name.
+    The option is "auto", "contiguous", "channels_last", "preserve" or None, or one of torch's formats; any
+    other name raises UnknownNameError.
     """
     name = format_text(memory_format) or "preserve"
     if name not in _MEMORY_FORMATS:
@@ -334,7 +293,7 @@ def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Pa
 
 
 def parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:
-    """The implementation of a name; None leaves it to the optimizer."""
+    """The implementation that has a name; None leaves it to the optimizer."""
     try:
         return None if name is None else OptimizerImplementation(name)
     except ValueError:
@@ -367,7 +326,7 @@ def _capacity_of_rank(request: Request) -> int:
 
 
 _LARGEST_SHARE = 1000.0
-"""Times what the baseline takes; a budget is never that much. A choice."""
+"""Largest budget, as a multiple of what the baseline takes. A choice."""
 
 
 def _share(budget: str) -> float:

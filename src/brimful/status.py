@@ -34,7 +34,7 @@ class _Display(Protocol):
         """Display what happens next."""
 
     def stop(self) -> None:
-        """Nothing happens any more."""
+        """End the display."""
 
 
 _current: ContextVar[_Display | None] = ContextVar("brimful_status", default=None)
@@ -42,11 +42,7 @@ _part: ContextVar[str] = ContextVar("brimful_status_part", default="")
 
 
 def report(text: str) -> None:
-    """Say what happens next; without `busy` around it, nothing is displayed.
-
-    Args:
-        text: Short, without a full stop.
-    """
+    """Say what happens next, in a short text without a full stop; outside of `busy` nothing is displayed."""
     display = _current.get()
     if display is not None:
         part = _part.get()
@@ -55,14 +51,7 @@ def report(text: str) -> None:
 
 @contextmanager
 def reporting_part(name: str) -> Iterator[None]:
-    """Within, what is reported begins with the part of the work that it belongs to.
-
-    Args:
-        name: Such as "GPU 3 of 82".
-
-    Yields:
-        Nothing.
-    """
+    """Begin what is reported within with the part of the work that it belongs to, such as "GPU 3 of 82"."""
     token = _part.set(name)
     try:
         yield
@@ -72,15 +61,9 @@ def reporting_part(name: str) -> Iterator[None]:
 
 @contextmanager
 def busy(title: str) -> Iterator[None]:
-    """Within, what is reported is displayed; inside another `busy`, the outer one displays it.
+    """Display what is reported within; inside another `busy`, the outer one displays it.
 
     Also a decorator: `@busy("planning")`.
-
-    Args:
-        title: What is being done, such as "planning".
-
-    Yields:
-        Nothing.
     """
     if _current.get() is not None or os.environ.get(OFF) == "0":
         yield
@@ -116,7 +99,6 @@ class _StatusLine:
         self._timer.start()
 
     def update(self, text: str) -> None:
-        """Display the text beside the title."""
         with self._lock:
             self._status.update(self._text(f"{self._title}: {text} …"))
 

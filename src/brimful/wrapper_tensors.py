@@ -29,14 +29,7 @@ def calls_ops_on_parts(kind: type) -> bool:
 
 
 def with_inner_tensors(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace tensors made of others by these.
-
-    Args:
-        named: Tensors and other values by name.
-
-    Returns:
-        The same in the same order, with `weight.qdata` and `weight.scale` in the place of `weight`.
-    """
+    """Replace tensors made of others by these: `weight` by `weight.qdata` and `weight.scale` in its place."""
     found: dict[str, Any] = {}
     for name, value in named.items():
         if is_wrapper_tensor(value):
@@ -48,19 +41,14 @@ def with_inner_tensors(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """What has a tensor's memory: its inner tensors, or the tensor itself."""
+    """The tensors that have a tensor's memory: its inner tensors, or the tensor itself."""
     return list(with_inner_tensors({"": tensor}).values()) if is_wrapper_tensor(tensor) else [tensor]
 
 
 def remade(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A tensor or parameter of the same class made of other inner tensors.
+    """A tensor or parameter of the same class made of other inner tensors; it requires a gradient as before.
 
-    Args:
-        tensor: Made of others.
-        change: Makes a tensor of the same shape from each inner one.
-
-    Returns:
-        It requires a gradient if `tensor` does.
+    `change` makes a tensor of the same shape from each inner one.
     """
     wrapper: Any = tensor
     names, context = wrapper.__tensor_flatten__()

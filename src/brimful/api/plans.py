@@ -38,7 +38,7 @@ from brimful.status import busy
 from brimful.trace import Trace
 
 SplitCheck = Callable[[Job, Settings, Trace], bool]
-"""Returns whether a batch of a job is known to be what its parts are, and raises if it is not.
+"""A function that returns whether a batch of a job is known to be what its parts are, and raises if it is not.
 
 The trace is that of training without a plan."""
 
@@ -101,16 +101,7 @@ def plan_of_trainer(
 ) -> Plan:
     """Plan as `plan` does, for a trainer that divides its batches and weighs their losses itself.
 
-    Args:
-        job: As for `plan`.
-        device: As for `plan`.
-        check: Raises if the trainer may not divide its batches as the settings of the plan say.
-        global_batch_size: As for `plan`.
-        world_size: As for `plan`.
-        **options: The fields of `PlanOptions`.
-
-    Returns:
-        The plan.
+    `check` raises if the trainer may not divide its batches as the settings of the plan say.
     """
     asked = PlanOptions.of(options)
     return _planned(job, device, asked, global_batch_size, world_size, 1, None, check)

@@ -1,6 +1,6 @@
 """Finds the samples of a batch: which of its entries have them, and in which dimension.
 
-They are looked for in this order:
+Samples are looked for in this order:
 
 1. in the dimension that is named, if one is,
 2. as lists with one entry for each sample, such as the targets of a detector: dicts of tensors of any shapes,
@@ -37,7 +37,7 @@ class SampleLocations:
 
     samples: int
     dim: int = 0
-    """Batch dimension of tensors that have it; for tensors with fewer dimensions it is the first."""
+    """Batch dimension of tensors that have it; tensors of fewer dimensions have their samples in the first."""
     has_lists: bool = False
     """Whether lists have one entry per sample."""
     plain: frozenset[int] = frozenset()
@@ -52,7 +52,7 @@ class SampleLocations:
 
 
 def find_samples(batch: Batch, dim: int | None = None, *, expected: int | None = None) -> SampleLocations:
-    """Find the samples of a batch.
+    """Find the samples of a batch: their number, and where they are.
 
     Args:
         batch: Nested tensors.
@@ -98,7 +98,7 @@ def shapes_in(batch: Batch) -> str:
 
 
 def dim_of(tensor: Tensor, dim: int) -> int:
-    """The dimension of a tensor that is the samples, where it is `dim` of those that have it."""
+    """The dimension of a tensor's samples: `dim` if the tensor has it, else the first."""
     return dim if tensor.ndim > dim else 0
 
 
@@ -147,8 +147,8 @@ def _is_sample_record(value: Any) -> bool:
 def _in_lists(batch: Batch) -> SampleLocations | None:
     """Lists of samples, all of the length of the other tensors' first dimension; None if there are none.
 
-    It is certain if a list of dicts (targets) is next to other entries. A single list of dicts may also be a
-    pair of inputs with the same names, each for all samples, and a list of tensors a pair of inputs.
+    The result is certain if a list of dicts (targets) is next to other entries. A single list of dicts may also
+    be a pair of inputs with the same names, each for all samples, and a list of tensors a pair of inputs.
     """
     leaves = [leaf for _path, leaf in named_where(batch, _is_sampled_or_list)]
     lists = [leaf for leaf in leaves if not _is_sampled(leaf)]
@@ -167,7 +167,7 @@ def _in_lists(batch: Batch) -> SampleLocations | None:
 
 
 def _plain_lists(batch: Batch, samples: int) -> frozenset[int]:
-    """Lists of names or numbers that are entries of the batch itself and as long as those of samples."""
+    """Lists of names or numbers that are entries of the batch itself and as long as its lists of samples."""
     entries: list[Any] = []
     if isinstance(batch, Mapping):
         entries = [entry for entry in batch.values() if isinstance(entry, list)]
@@ -181,14 +181,7 @@ def _plain_lists(batch: Batch, samples: int) -> frozenset[int]:
 
 
 def check_tensors(batch: Batch) -> None:
-    """Check that a step can be run on a batch.
-
-    Args:
-        batch: A nest of tensors, perhaps none.
-
-    Raises:
-        BatchError: A tensor has no values, or is sparse.
-    """
+    """Raise `BatchError` if a tensor of a batch has no values (meta device), or is sparse."""
     for path, tensor in named_tensors(batch):
         if tensor.ndim > 0:
             _check_tensor(path, tensor)
@@ -208,7 +201,7 @@ def _check_tensor(path: str, tensor: Tensor) -> None:
 
 
 def _in_rows(batch: Batch, dim: int) -> SampleLocations:
-    """All tensors with dimensions, and batches of graphs, have the same number of samples."""
+    """Locate samples in dimension `dim` of all tensors and in batches of graphs, which must agree in number."""
     leaves = [leaf for _path, leaf in named_where(batch, _is_sampled)]
     counts = {_count_of(leaf, dim) for leaf in leaves} - {None}
     if len(counts) != 1:

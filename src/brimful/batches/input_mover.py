@@ -21,9 +21,8 @@ from brimful.job import Batch
 class InputMover:
     """Moves micro-batches to the model's device, for `run_step`.
 
-    Args:
-        copy: Copies a tensor to the device; called with its path in the batch and the tensor.
-        is_there: Whether the batch is in the device's memory already.
+    `copy` is called with a tensor's path in the batch and the tensor, and copies it to the device. `is_there`
+    says whether the batch is in the device's memory already.
     """
 
     def __init__(self, copy: Callable[[str, Tensor], Tensor], *, is_there: bool) -> None:
@@ -31,59 +30,34 @@ class InputMover:
         self._is_there = is_there
         self._lends = is_there
         self._lent: list[tuple[str, Tensor, int]] = []
-        """Tensors that the loss works on: their path in the batch, the tensor, and its version before."""
+        """Tensors that the loss works on: path in the batch, tensor, and version before."""
         self.written: frozenset[str] = frozenset()
         """Paths of tensors of a batch that the loss has changed in-place."""
         self.changed: frozenset[str] = frozenset()
-        """Those changed in the latest step's batch."""
+        """Paths of tensors that were changed in the latest step's batch."""
 
     @classmethod
     def to(cls, device: torch.device | str) -> InputMover:
-        """A mover for real batches on the host.
-
-        Args:
-            device: The model's device.
-
-        Returns:
-            A mover that copies unless the device is the CPU.
-        """
+        """A mover for real batches on the host, which copies unless the device is the CPU."""
         is_there = torch.device(device).type == "cpu"
         return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=is_there)
 
     @classmethod
     def copying_to(cls, device: torch.device | str) -> InputMover:
-        """A mover that always copies, also on a CPU, so that the batch never changes.
-
-        Args:
-            device: The model's device.
-
-        Returns:
-            The mover.
-        """
+        """A mover that always copies, also on a CPU, so that the batch never changes."""
         return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=False)
 
     def __call__(self, batch: Batch) -> Batch:
-        """The micro-batch on the device.
-
-        Args:
-            batch: A batch on the host. On a CPU the result shares its memory.
-
-        Returns:
-            The same nested structure.
-        """
+        """The micro-batch on the device; on a CPU it may share the memory of `batch`."""
         self._find_writes()
         paths = iter([path for path, _tensor in named_tensors(batch)])
         return map_tensors(batch, lambda tensor: self._moved(next(paths), tensor))
 
     @contextmanager
     def one_step(self, *, repeats: bool = False) -> Iterator[None]:
-        """Open during the step of a global batch; references to the batch are dropped afterwards.
+        """Context of the step of a global batch; references to the batch are dropped at its end.
 
-        Args:
-            repeats: Whether the step uses each micro-batch more than once, so that it must not change.
-
-        Yields:
-            Nothing.
+        `repeats` says whether the step uses each micro-batch more than once, so that it must not change.
         """
         self.changed = frozenset()
         self._lends = self._is_there and not repeats

@@ -94,7 +94,7 @@ class BatchLayout:
     """Finds the samples of a job's batches; see `layout_of`."""
 
     batch_dim: int | None = None
-    """As in `Job`."""
+    """As `Job.batch_dim`."""
     to_samples: Callable[[Batch], Sequence[Any]] | None = None
     """`Job.split`."""
     collate: Callable[[list[Any]], Batch] | None = None
@@ -102,19 +102,12 @@ class BatchLayout:
     whole: int = 1
     """Number of samples that a batch counts as if they cannot be identified."""
     expected: int | None = None
-    """As in `find_samples`; None if batches may have any number of samples."""
+    """As `expected` of `find_samples`; None if batches may have any number of samples."""
 
     def count(self, batch: Batch) -> int:
-        """Count the samples in a batch.
+        """Count the samples in a batch; `whole` if they cannot be identified.
 
-        Args:
-            batch: Nested tensors.
-
-        Returns:
-            The number of samples, at least 0; `whole` if they cannot be identified.
-
-        Raises:
-            BatchError: No tensor has dimensions, or a tensor has no values.
+        Raises `BatchError` if no tensor has dimensions, or a tensor has no values.
         """
         if self.to_samples is not None:
             return len(self._samples(batch))
@@ -124,17 +117,7 @@ class BatchLayout:
             return self.whole
 
     def why_whole(self, batch: Batch) -> str | None:
-        """Why a batch cannot be split.
-
-        Args:
-            batch: A nest of tensors.
-
-        Returns:
-            The reason; None if it can.
-
-        Raises:
-            BatchError: As `count` does.
-        """
+        """Why a batch cannot be split; None if it can. Raises `BatchError` as `count` does."""
         try:
             if self.to_samples is None:
                 self._found(batch)
@@ -143,7 +126,7 @@ class BatchLayout:
         return None
 
     def places(self, batch: Batch) -> SampleLocations | None:
-        """Where the samples of a batch are; None if they cannot be identified, or by `split` alone."""
+        """Where a batch's samples are; None if they cannot be identified, or `to_samples` identifies them."""
         if self.to_samples is not None:
             return None
         try:
@@ -167,18 +150,10 @@ class BatchLayout:
         return self.why_whole(batch) is None and self._found(batch).has_lists
 
     def split(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
-        """Split a batch into micro-batches.
+        """Split a batch into micro-batches in the order of the samples; the last one may have fewer samples.
 
-        Args:
-            batch: A batch of at least one sample.
-            micro_batch_size: Samples per micro-batch; the last one may have fewer.
-
-        Returns:
-            The parts, in the order of the samples; the batch itself if it is one micro-batch.
-
-        Raises:
-            BatchError: `batch` has no samples, or has to be split and its samples cannot be identified.
-            UsageError: `micro_batch_size` is below 1.
+        A batch of at most `micro_batch_size` samples is returned itself. Raises `BatchError` if the batch has
+        no samples, or has to be split and its samples cannot be identified.
         """
         _check_positive("micro_batch_size", micro_batch_size)
         samples = self._count_some(batch)
@@ -190,49 +165,24 @@ class BatchLayout:
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
         """Samples `start` to `stop` of a batch; views, except of graphs and of later batch dimensions.
 
-        Args:
-            batch: A batch.
-            start: Index of the first sample.
-            stop: Index after the last sample.
-
-        Returns:
-            A batch of `stop` - `start` samples.
-
-        Raises:
-            BatchError: The samples cannot be identified.
+        Raises `BatchError` if the samples cannot be identified.
         """
         (part,) = self._selected(batch, [_Range(start, stop)])
         return part
 
     def take(self, batch: Batch, indices: Tensor) -> Batch:
-        """The samples at some indices, copied.
+        """Copy the samples at some indices, in the order of the indices.
 
-        Args:
-            batch: The batch to take them from.
-            indices: 1-dimensional, int64; on any device.
-
-        Returns:
-            A batch with one sample per index, in their order.
-
-        Raises:
-            BatchError: The samples cannot be identified.
+        `indices` is 1-dimensional, int64, on any device. Raises `BatchError` if the samples cannot be
+        identified.
         """
         (taken,) = self._selected(batch, [_Indices(indices)])
         return taken
 
     def resize(self, batch: Batch, samples: int) -> Batch:
-        """A batch cut or repeated to a number of samples.
+        """A batch cut or repeated to a number of samples: its sample i is sample i modulo the size of `batch`.
 
-        Args:
-            batch: A batch of at least one sample.
-            samples: Number of samples to return.
-
-        Returns:
-            A batch whose sample i is the sample i modulo its size of `batch`.
-
-        Raises:
-            BatchError: `batch` has no samples, or they cannot be identified.
-            UsageError: `samples` is below 1.
+        Raises `BatchError` if `batch` has no samples, or they cannot be identified.
         """
         _check_positive("samples", samples)
         present = self._count_some(batch)
@@ -244,7 +194,7 @@ class BatchLayout:
         return repeated
 
     def _selected(self, batch: Batch, selections: Sequence[_Selection]) -> list[Batch]:
-        """Several selections of samples of a batch, in which they are found once."""
+        """Make several selections of samples of a batch, whose samples are found only once."""
         if self.to_samples is not None:
             assert self.collate is not None
             samples = self._samples(batch)
@@ -283,15 +233,10 @@ class BatchLayout:
 
 
 def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> BatchLayout:
-    """The layout that finds the samples of a job's batches.
+    """The layout that counts and splits a job's batches, by its `batch_dim`, or its `split` and `collate`.
 
-    Args:
-        job: Its `batch_dim`, or its `split` and `collate`, define the samples.
-        whole: Number of samples that a batch counts as if they cannot be identified.
-        expected: Number of samples in a full batch, if known.
-
-    Returns:
-        A layout that counts and splits the job's batches.
+    `whole` is the number of samples that a batch counts as if they cannot be identified; `expected` is the
+    number of samples in a full batch, if known.
     """
     return BatchLayout(
         batch_dim=job.batch_dim, to_samples=job.split, collate=job.collate, whole=whole, expected=expected
@@ -299,19 +244,11 @@ def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> Batch
 
 
 def make_batch(job: Job, samples: int) -> Batch:
-    """Make a batch with a number of samples for a job.
+    """Make a batch with a number of samples for a job, on the device of the job's own batches.
 
-    Args:
-        job: Its `batch` makes the batch, or is a real batch to resize. A batch that cannot be split counts as
-            one sample if it is real, as `samples` if a function returned it.
-        samples: Number of samples of the batch.
-
-    Returns:
-        The batch, on the same device as the job's own.
-
-    Raises:
-        BatchError: `job.batch` returned another number of samples, or something that is not a batch.
-        UsageError: `samples` is below 1.
+    `job.batch` makes the batch, or is a real batch to resize. A batch that cannot be split counts as one sample
+    if it is real, as `samples` if a function returned it. Raises `BatchError` if `job.batch` returned another
+    number of samples, or something that is not a batch.
     """
     _check_positive("samples", samples)
     if is_real(job.batch):
@@ -341,17 +278,7 @@ def make_batch(job: Job, samples: int) -> Batch:
 def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) -> Batch:
     """A micro-batch of a global batch, the largest if its samples have different sizes.
 
-    Args:
-        job: As in `make_batch`.
-        micro_batch_size: Samples in it.
-        global_batch_size: In the batch that it is a part of; a multiple.
-
-    Returns:
-        The micro-batch.
-
-    Raises:
-        BatchError: As `make_batch` does.
-        UsageError: As `make_batch` does.
+    `global_batch_size` is a multiple of `micro_batch_size`. Raises `BatchError` as `make_batch` does.
     """
     batch = make_batch(job, micro_batch_size)
     layout = layout_of(job, whole=micro_batch_size, expected=micro_batch_size)
@@ -362,7 +289,7 @@ def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) ->
 
 
 def _padded_bytes(batch: Batch) -> int:
-    """Bytes of a batch if all samples of a list were as large as its largest."""
+    """Bytes of a batch if all samples of a list were as large as the largest of that list."""
     total = sum(tensor.nbytes for _path, tensor in named_tensors(batch))
     for _path, samples in named_where(batch, lambda value: isinstance(value, SampleList | SampleTuple)):
         sizes = [sum(tensor.nbytes for _path, tensor in named_tensors(sample)) for sample in samples]
@@ -373,7 +300,7 @@ def _padded_bytes(batch: Batch) -> int:
 def _check_takes_samples(job: Job) -> None:
     try:
         inspect.signature(job.batch).bind(1)
-    except ValueError:  # of a function in C
+    except ValueError:  # raised for a function in C
         return
     except TypeError as error:
         raise BatchError(
@@ -383,17 +310,10 @@ def _check_takes_samples(job: Job) -> None:
 
 
 def why_not_split(job: Job, samples: int) -> str | None:
-    """Why a job's batches cannot be split, judged by one of them.
+    """Why a job's batches cannot be split, judged by one of them; None if they can, or have a single sample.
 
-    Args:
-        job: Its `batch` makes the batch, or is a real batch.
-        samples: Samples of the batch that would be split.
-
-    Returns:
-        The reason; None if they can be split, or have a single sample.
-
-    Raises:
-        BatchError: `job.batch` returned something that is not a batch.
+    `samples` is the number of samples of the batch that would be split. Raises `BatchError` if `job.batch`
+    returned something that is not a batch.
     """
     if samples == 1:
         return None
@@ -401,7 +321,7 @@ def why_not_split(job: Job, samples: int) -> str | None:
 
 
 def is_real(batch: Any) -> bool:
-    """Whether `Job.batch` is a batch, not a function: those of PyTorch Geometric are callable."""
+    """Whether `Job.batch` is a batch and not a function; PyTorch Geometric's batches are callable too."""
     return not callable(batch) or is_applicable(batch)
 
 

@@ -1,4 +1,4 @@
-"""How large the samples of a batch are, in every dimension but that of the samples."""
+"""The sizes of a batch's samples, in every dimension but the batch dimension."""
 
 from __future__ import annotations
 
@@ -17,15 +17,8 @@ from brimful.results import SampleSize
 def sample_sizes(batch: Batch, layout: BatchLayout) -> tuple[SampleSize, ...]:
     """The sizes of the entries of a batch, read from shapes alone.
 
-    Args:
-        batch: A batch.
-        layout: Finds its samples.
-
-    Returns:
-        One for each tensor with dimensions, and one for each name within lists of samples and graphs.
-
-    Raises:
-        BatchError: As `layout.count` does.
+    There is one for each tensor with dimensions, and one for each name within lists of samples and graphs.
+    Raises `BatchError` as `layout.count` does.
     """
     places = layout.places(batch)
     samples = max(layout.count(batch) if places is None else places.samples, 1)

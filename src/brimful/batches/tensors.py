@@ -1,8 +1,8 @@
-"""Batches: the tensors in them. Where their samples are, `layout.py` says.
+"""Walks the tensors in batches; `layout.py` says where their samples are.
 
 A `Batch` is a nest of dicts, lists, tuples, named tuples and dataclasses (also mapping classes such as
 transformers' `BatchEncoding`) with tensors at its leaves. Objects with a method `to` belong to the nest: their
-attributes are entries. Those of PyTorch Geometric have methods for that, `apply` and `to_dict`, which are used.
+attributes are entries. For PyTorch Geometric's objects their methods `apply` and `to_dict` are used.
 
 The walk is our own: `torch.utils._pytree` is private, and it takes a mapping class or a dataclass for
 one leaf unless its library has registered it.
@@ -25,33 +25,27 @@ _Leaf = TypeVar("_Leaf")
 
 
 class SampleList(list[Any]):
-    """A part of a list of samples. It says so, as the few tensors that are left may agree by accident."""
+    """A part of a list of samples, marked as such: the shapes of its few tensors may agree by accident."""
 
 
 class SampleTuple(tuple[Any, ...]):
-    """The same of a tuple."""
+    """A part of a tuple of samples; see `SampleList`."""
 
     __slots__ = ()
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
-    """The same nest with every tensor replaced by `change(tensor)`; other leaves are carried along."""
+    """A copy of a nest with every tensor replaced by `change(tensor)`; other leaves are passed on unchanged."""
     return map_leaves(batch, Tensor, change)
 
 
 def map_leaves(
     batch: Batch, kind: type[_Leaf], change: Callable[[_Leaf], Any], *, into_objects: bool = True
 ) -> Batch:
-    """The same nest with every leaf of one kind replaced by `change(leaf)`; others are carried along.
+    """A copy of a nest with every leaf of class `kind` replaced by `change(leaf)`; other leaves are passed on.
 
-    Args:
-        batch: A nest.
-        kind: The class of the leaves.
-        change: Called with each.
-        into_objects: Whether the attributes of objects with a method `to` belong to the nest.
-
-    Returns:
-        A nest of the same classes. Containers and objects are copied, and `batch` stays as it was.
+    Containers and objects are copied, so `batch` stays as it was. `into_objects` says whether the attributes of
+    objects with a method `to` belong to the nest.
     """
     return map_where(batch, lambda entry: isinstance(entry, kind), change, into_objects=into_objects)
 
@@ -63,7 +57,7 @@ def map_where(
     *,
     into_objects: bool = True,
 ) -> Batch:
-    """Like `map_leaves`, where leaves are whatever `is_leaf` says, containers included."""
+    """`map_leaves` with every entry for which `is_leaf` is true as a leaf, containers included."""
 
     def changed(entry: Any) -> Any:
         return map_where(entry, is_leaf, change, into_objects=into_objects)
@@ -98,7 +92,7 @@ def map_where(
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of what ops take and return: nests of tuples, lists and dicts, walked quickly."""
+    """The tensors in an op's arguments or results: nests of tuples, lists and dicts, walked quickly."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -118,7 +112,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def _without_padding(parameter: Any, part: Any) -> Tensor:
-    """A rank's part of what DeepSpeed divides, without what fills it up, which has any values at all.
+    """A rank's part of a parameter that DeepSpeed partitions, without the padding, whose values are arbitrary.
 
     Source: partition_parameters.py, `ds_tensor`, `ds_numel`, `ds_zero_partition_rank` (checked: 0.19.8).
     """
@@ -133,7 +127,7 @@ def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = 
 
 
 def named_tensors(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor with the expression that reaches it, such as `batch["images"][0]`."""
+    """Every tensor of a batch with the expression that reaches it, such as `batch["images"][0]`."""
     return named_where(batch, lambda entry: isinstance(entry, Tensor), path)
 
 
@@ -172,7 +166,7 @@ def is_applicable(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> tuple[str, ...]:
-    """Names of what belongs to a nest in a dataclass, or in an object that can be brought to a device."""
+    """Names of attributes that belong to a nest: those of a dataclass, or of an object with a method `to`."""
     if _is_dataclass_instance(value):
         return tuple(field.name for field in dataclasses.fields(value))
     if not _has_to(value) or not hasattr(value, "__dict__"):

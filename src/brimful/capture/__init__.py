@@ -1,4 +1,4 @@
-"""A job → a `Trace` of one training step on fake tensors: no GPU, no weights, seconds.
+"""Captures one training step of a job on fake tensors as a `Trace`: no GPU, no weights, in seconds.
 
 Start reading at `step.capture_step`, then `session`, `captured_step` and `recording/recorder`.
 

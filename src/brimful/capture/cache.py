@@ -1,4 +1,4 @@
-"""Cached captures of one job on one device, because a search needs the same ones repeatedly."""
+"""Caches of one job's captures, on one device or several: a search needs the same captures repeatedly."""
 
 from __future__ import annotations
 
@@ -21,16 +21,13 @@ from brimful.trace import Trace
 
 
 class CachedCapture:
-    """Captures steps and keeps the traces while it is open; a job's own loop is not captured.
+    """Captures steps of a job and keeps the traces while it is open; a job's own loop is not captured.
 
     Garbage collection is off meanwhile: it would search the traces, which hold no reference cycles.
 
-    Args:
-        job: The job to capture.
-        device: The target device, whose choice of kernels the captures follow.
-        like: Captures of the same job on another device or in another precision. Blocks that repeat there are
-            captured once here too, without a whole capture to check that, and updates are shared.
-        others: Devices on which the captures may be the same.
+    The captures follow the choice of kernels of `device`; they may be the same on the devices in `others`.
+    `like` has captures of the same job on another device or in another precision: blocks that repeat there are
+    captured once here too, without a whole capture to check that, and updates are shared.
     """
 
     def __init__(
@@ -59,14 +56,10 @@ class CachedCapture:
         return self._traces[key]
 
     def is_same_on(self, device: Device) -> bool:
-        """Whether all captures so far are, on another device, the same but for sizes that are set for each.
+        """Whether all captures so far are the same on another device: one of `others`, or the own one.
 
-        Args:
-            device: One of `others`, or the own one.
-
-        Returns:
-            Whether the device gives the same answers to all that the captures asked of theirs. What is set for
-            each are the sizes of `Storage.kernel` and of cuBLAS's workspace.
+        The device must give the same answers to all that the captures asked of theirs. Sizes that are set for
+        each device may differ: those of `Storage.kernel` and of cuBLAS's workspace.
         """
         return self._watched.is_like(device)
 
@@ -90,12 +83,7 @@ class CachedCapture:
 
 
 class CapturesOnDevices(ExitStack):
-    """Captures steps of one job on several devices, and keeps the traces while it is open.
-
-    Args:
-        job: The job to capture.
-        devices: The target devices.
-    """
+    """Captures steps of one job on several devices, and keeps the traces while it is open."""
 
     def __init__(self, job: Job, devices: Sequence[Device]) -> None:
         super().__init__()

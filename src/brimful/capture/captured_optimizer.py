@@ -30,14 +30,10 @@ Update = Callable[[Callable[[], object]], None]
 
 
 class CapturedOptimizer:
-    """The optimizer, its state, and in whose memory that is.
+    """The optimizer of a captured step, its state, and whether that is in the host's memory.
 
-    Args:
-        job: Its optimizer is made.
-        settings: How it is trained.
-        model: On fake tensors.
-        recorder: Is in force.
-        shards_on_host: Whether parameters and gradients are in the host's memory, where the device is another.
+    `recorder` is in force. `shards_on_host` says that parameters and gradients are in the host's memory, while
+    the device is another.
     """
 
     def __init__(
@@ -52,7 +48,7 @@ class CapturedOptimizer:
         """Parameters whose state was made before a gradient reached them."""
 
     def mark_state(self) -> None:
-        """Mark what is kept between steps, or count it where it is in the host's memory."""
+        """Mark the state that is kept between steps, or count its bytes where it is in the host's memory."""
         if self._recorder.host_is_device or not self._is_on_host:
             mark_state(self.optimizer, self._model, self._recorder)
             return
@@ -67,8 +63,7 @@ class CapturedOptimizer:
     def create_state(self, call_update: Update) -> None:
         """Let the optimizer make its state, by one step with gradients that are never written.
 
-        Args:
-            call_update: Calls the optimizer's step, on the host if that is where its state is.
+        `call_update` calls the optimizer's step, on the host if that is where its state is.
         """
         with self._recorder.position.on_host() if self.shards_on_host else nullcontext():
             if not self._settings.optimizer_in_backward:
@@ -82,7 +77,10 @@ class CapturedOptimizer:
             self.optimizer.param_groups = whole
 
     def _create_state_of_all(self, call_update: Update) -> None:
-        """Among ranks the gradients are marked as such: in training they are in DDP's buckets then."""
+        """Let the optimizer make the state of all parameters in its groups.
+
+        With several ranks the gradients are marked as such: in training they are in DDP's buckets at that time.
+        """
         optimizer, recorder = self.optimizer, self._recorder
         recorder.position.enter(Phase.SETUP, 0)
         there_before = set(optimizer.state)
@@ -98,7 +96,7 @@ class CapturedOptimizer:
         self._made_early += [parameter for parameter in parameters if parameter not in there_before]
 
     def drop_state_of_unused(self, is_used: Callable[[nn.Parameter], bool]) -> None:
-        """Drop the state of parameters that no loss reaches; in the first step, later there is none."""
+        """Drop the state of parameters that no loss reaches; only the first step has any."""
         for parameter in self._made_early:
             if not is_used(parameter):
                 state = self.optimizer.state.pop(parameter, {})
@@ -107,7 +105,7 @@ class CapturedOptimizer:
 
 
 def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer; one that reads values of tables it makes (bitsandbytes) makes them as real tensors."""
+    """Make the optimizer; one that reads tables which it makes (bitsandbytes) makes them as real tensors."""
     try:
         return make_optimizer(job, model, settings)
     except DataDependentOutputException:

@@ -34,7 +34,7 @@ DISTINCT_MICRO_BATCHES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepObservers:
-    """What follows a captured step."""
+    """The recorder of a captured step, and what else observes the step."""
 
     recorder: Recorder
     compiled: CompiledCode
@@ -42,27 +42,21 @@ class StepObservers:
     shortening: Shortening | None = None
     """Blocks of the model that do not run."""
     part: StepPart = ALL_OF_STEP
-    """What runs of the step."""
+    """The part of the step that runs."""
 
 
 def captured_micro_batches(settings: Settings) -> int:
-    """How many micro-batches of a step are captured."""
+    """Number of micro-batches of a step that are captured: at most `DISTINCT_MICRO_BATCHES`."""
     return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
 
 
 class CapturedStep:
-    """Records what is there before training when it is made; `run` runs and records one step.
+    """A step on fake tensors: making it records what is there before training; `run` records one step.
 
-    Args:
-        job: Its optimizer is made here.
-        settings: Applied to the model already.
-        model: On fake tensors, in training mode.
-        batch: A micro-batch on fake tensors.
-        observers: Recording.
-        move: Brings the micro-batch to the device.
-        sharded: The model as this rank has it under FSDP2; None where it is whole.
-        makes_state_first: Whether the optimizer makes its state before the first step, so that this is a steady
-            one; else it makes it in the first step, as in training.
+    `model` is in training mode, with `settings` applied. `move` brings `batch`, one micro-batch, to the device.
+    `sharded` is the model as this rank has it under FSDP2; None where it is whole. With `makes_state_first` the
+    optimizer makes its state before the first step, so that each step is a steady one; otherwise it makes it in
+    the first step, as in training.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class CapturedStep:
         if observers.part.has_update and makes_state_first:
             self._optimizer.create_state(self._executor.call_update)
         self.seams = Seams(observers.part, model, recorder, self._names)
-        """Where its parts meet."""
+        """Where the parts of the step meet."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -118,11 +112,7 @@ class CapturedStep:
         return self._optimizer.optimizer
 
     def run(self, step: int) -> None:
-        """Run and record one step.
-
-        Args:
-            step: Its number, from 0.
-        """
+        """Run and record one step, whose number counts from 0."""
         self.seams.step_began()
         self._recorder.position.is_on_host = False
         self._recorder.position.enter(Phase.FORWARD, 0, step)
@@ -163,7 +153,7 @@ class CapturedStep:
         recorder.position.enter(phase, micro_batch)
 
     def _note_without_gradient(self) -> None:
-        """Note the parameters that are to be trained and are not: the optimizer leaves them out silently."""
+        """Note the trainable parameters without a gradient: the optimizer skips them silently."""
         self._recorder.facts.without_gradient = tuple(
             self._names[id(parameter)]
             for parameter in self._model.parameters()
@@ -186,7 +176,7 @@ class CapturedStep:
             yield
 
     def _mark_staging(self) -> None:
-        """What is on its way between device and host, where the optimizer is on the host."""
+        """Note the staging memory between device and host, where the optimizer is on the host."""
         if self._executor.on_host is None:
             return
         staging = self._executor.on_host.staging

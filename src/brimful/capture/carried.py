@@ -2,7 +2,7 @@
 
 With k micro-batches such state changes k times a step, and each sees other values than a whole batch would: a
 teacher that follows by an average, a queue of negatives, spectral norm's vectors, a temperature that falls with
-each call. Which values are held, and which storages ops read and write, shows it:
+each call. Which values are held, and which storages ops read and write, shows such state:
 
 * A tensor that was there before and is written to is state, unless it counts forwards, or the write makes no
   difference when it is done again (`Embedding(max_norm=…)`, clamped weights).
@@ -43,13 +43,13 @@ _OVERWRITE = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scala
 
 
 class OpUse:
-    """Which storages ops read and write, and perhaps which numbers they are given."""
+    """The storages that ops read and write and, with `has_numbers`, the numbers that ops are given."""
 
     def __init__(self, *, has_numbers: bool = False) -> None:
         self.read: set[int] = set()
         self.written: set[int] = set()
         self.numbers: list[Any] | None = [] if has_numbers else None
-        """The ops that are given numbers, with these."""
+        """Each op with the numbers that it is given; None without `has_numbers`."""
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note an op and its arguments."""
@@ -67,7 +67,7 @@ class OpUse:
 
 
 class _Before:
-    """A tensor that was held before a forward, which may end in it."""
+    """A tensor that was held before a forward, and may be freed during it."""
 
     def __init__(self, tensor: Tensor, use: OpUse) -> None:
         self.storages = frozenset(storages_of(tensor))
@@ -77,7 +77,7 @@ class _Before:
 
     @property
     def was_read(self) -> bool:
-        """Whether an op read it."""
+        """Whether an op of the forward read the tensor."""
         return self._was_read or (self.tensor() is not None and bool(self.storages & self._use.read))
 
     def _end(self, _tensor: object) -> None:
@@ -85,12 +85,10 @@ class _Before:
 
 
 class CarriedState:
-    """Finds what forwards carry from one to the next.
+    """Finds the state that forwards carry from one to the next.
 
-    Args:
-        model: In training mode.
-        others: What the loss is computed with beside it, by name.
-        stand_in: The tensor that ops read in the place of another.
+    `model` is in training mode. `others` are values, by name, that the loss is computed with beside the model.
+    `stand_in` returns the tensor that ops read in the place of another.
     """
 
     def __init__(
@@ -106,10 +104,10 @@ class CarriedState:
         self.changed: dict[str, None] = {}
         """Names of state that was found."""
         self._new: dict[str, Any] = {}
-        """Tensors and numbers of which another forward shows whether they are used."""
+        """New tensors and changed numbers: another forward shows whether they are used."""
         self._new_tensors: dict[str, None] = {}
-        """Names of such tensors until then. The tensors would live longer here than in a real step, such as the
-        weights that weight normalisation makes in each forward."""
+        """Names of new tensors, until another forward runs. The tensors would live longer here than in a real
+        step, such as the weights that weight normalisation makes in each forward."""
         self._tensors: dict[str, _Before] = {}
         self._numbers: dict[str, float] = {}
         self._before: set[str] = set()
@@ -130,7 +128,7 @@ class CarriedState:
         self._numbers = {name: each for name, each in held.items() if not isinstance(each, Tensor)}
 
     def end(self) -> set[int]:
-        """Find what the forward changed; the storages that it wrote to and that are not held are returned."""
+        """Find what the forward changed; return the storages that it wrote to and that are not held."""
         use, self.use = self.use, None
         assert use is not None
         there = frozenset().union(*map(self._still_there, self._tensors.values()))
@@ -146,10 +144,9 @@ class CarriedState:
         return use.written - there
 
     def settle(self, forward: Callable[[], object]) -> None:
-        """Find out by another forward which of what is new is state.
+        """Find out by another forward which new values are state.
 
-        Args:
-            forward: Computes the loss, each time from the same random state, with ops noted in `use`.
+        `forward` computes the loss, each time from the same random state, with ops noted in `use`.
         """
         if self.is_settled:
             return
@@ -229,14 +226,14 @@ class CarriedState:
 
 
 def storages_of(tensor: Tensor) -> Iterator[int]:
-    """Addresses of the storages that a tensor is made of; none of one without any."""
+    """Addresses of the storages that a tensor is made of; nothing for a tensor without storages."""
     for inner in inner_tensors(own_part(tensor)):
         if inner.layout is torch.strided:
             yield inner.untyped_storage()._cdata
 
 
 def running_statistics(model: nn.Module) -> Iterator[str]:
-    """Per-sample norms that keep running statistics, whose tensor version does not change when they do."""
+    """Paths of per-sample norms whose running statistics change without a change of their tensor version."""
     for path, module in model.named_modules():
         is_other_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
         if is_other_norm and module.training and module.running_mean is not None:
@@ -296,7 +293,7 @@ _watch(_WatchedFloat, float)
 
 
 class _Arguments(TorchFunctionMode):
-    """Within, a watched number among the arguments of a function of torch is used."""
+    """Notes the use of a watched number that is an argument of a torch function."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

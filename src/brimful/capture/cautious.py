@@ -12,14 +12,11 @@ from brimful.trace import Guess, Trace
 
 
 class CautiousCapture:
-    """Captures steps with even choices, or the most uneven ones if the first settings take more with these.
+    """Captures steps with even choices, or with the most uneven ones if the first settings need more with them.
 
-    Which of the two takes more depends on the allocator: an uneven choice gathers more rows at once, an even
-    one leaves gaps between many blocks of one size. All settings get one guess, so that they can be compared.
-
-    Args:
-        job: What to train.
-        device: Where it would be trained.
+    Which of the two takes more memory depends on the allocator: an uneven choice gathers more rows at once, an
+    even one leaves gaps between many blocks of one size. All settings get one guess, so that they can be
+    compared.
     """
 
     def __init__(self, job: Job, device: Device) -> None:
@@ -28,17 +25,9 @@ class CautiousCapture:
         self._guess: Guess | None = None
 
     def __call__(self, settings: Settings, steps: int = 2) -> Trace:
-        """Capture steps under some settings.
+        """Capture optimizer steps under some settings.
 
-        Args:
-            settings: How they are trained.
-            steps: Optimizer steps to run.
-
-        Returns:
-            The trace.
-
-        Raises:
-            CaptureError: The step cannot be run on fake tensors.
+        Raises `CaptureError` if they cannot be run on fake tensors.
         """
         if self._guess is not None:
             return self._capture(settings, steps, self._guess)

@@ -27,11 +27,7 @@ trial before and of the latest."""
 
 
 class ClosureSteps:
-    """Follows the steps of optimizers that receive a closure.
-
-    Args:
-        recorder: Of the loop.
-    """
+    """Follows the steps of optimizers that receive a closure."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -42,17 +38,10 @@ class ClosureSteps:
     def begin(
         self, optimizer: Optimizer, args: Any, kwargs: Any, *, micro_batch: int, is_last: bool
     ) -> tuple[Any, Any] | None:
-        """Prepare an optimizer for its step.
+        """Prepare an optimizer for its step, and return the arguments to call `step` with.
 
-        Args:
-            optimizer: About to step.
-            args: The arguments of its `step`, itself the first.
-            kwargs: The keyword arguments.
-            micro_batch: Index of the batch that is trained on.
-            is_last: Whether no step is captured after this one.
-
-        Returns:
-            The arguments to call `step` with; None if there is no closure among them.
+        `args` and `kwargs` are those of `step`, with the optimizer first; None is returned if there is no
+        closure among them. `is_last` says that no step is captured after this one.
         """
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if not callable(closure):
@@ -74,7 +63,7 @@ class ClosureSteps:
         return args[:1], {"closure": self._in_forward(closure, micro_batch, searched_bytes)}
 
     def end(self, optimizer: Optimizer) -> None:
-        """Give an optimizer its options back, and a full history."""
+        """Restore the options of an optimizer, and fill its history."""
         options = self._options.pop(id(optimizer), None)
         if options is None:
             return

@@ -37,7 +37,7 @@ class CompiledCode:
 
     @contextmanager
     def runs_eagerly(self) -> Iterator[None]:
-        """Let the eager original of all such code run while the context is open, and note it."""
+        """Let the eager original of compiled code run while the context is open; note where it is called."""
         # A fake tensor's mode imports it anyway; without a capture brimful does not.
         from torch._dynamo import eval_frame
 
@@ -57,16 +57,13 @@ class CompiledCode:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Where it was called, as "file.py:12"."""
+        """Lines where compiled code was called, as "file.py:12"."""
         return tuple(self._lines)
 
     def begin_backward(self, model: nn.Module, recorder: Recorder, *, are_kept_apart: bool) -> None:
-        """Record that the gradients of a graph may all be there, beside those that they are added to.
+        """Record that all gradients of a graph may be there at once, beside those that they are added to.
 
-        Args:
-            model: In training.
-            recorder: Is in force.
-            are_kept_apart: Whether eager training never has all gradients: it updates in backward.
+        `are_kept_apart` says that eager training never has all gradients, because it updates in backward.
         """
         adds = any(parameter.grad is not None for parameter in model.parameters())
         if self._modules and (adds or are_kept_apart):
@@ -75,13 +72,13 @@ class CompiledCode:
             self._block = recorder.ledger.allocate(0, label, most_bytes=most)
 
     def end_backward(self, recorder: Recorder) -> None:
-        """Record that they are added up."""
+        """Record that the gradients of a graph are added up."""
         if self._block is not None:
             recorder.ledger.free(self._block)
             self._block = None
 
     def _note(self, frame: FrameType) -> None:
-        """Note the call of a compiled function, and whose method it is; of another, the whole model counts."""
+        """Note the call of a compiled function, and the module whose method it is, or else the whole model."""
         function = frame.f_locals.get("fn")
         self._lines.setdefault(calling_line() or defining_line(function) or "a compiled model")
         owner = getattr(function, "__self__", None)

@@ -1,4 +1,4 @@
-"""Because of what a split batch trains otherwise: BatchNorm, and what a forward carries to the next one."""
+"""What makes a split batch train otherwise: BatchNorm, and state that a forward carries to the next one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from brimful.module_names import plain_namer
 class Coupling:
     """Finds what couples the samples of a batch while a step runs.
 
-    Args:
-        model: In training mode.
-        others: What the loss is computed with beside it, by name.
-        outside: What the loss reads beside it.
+    `model` is in training mode. `others` are values, by name, that the loss is computed with beside the model,
+    and `outside` are tensors that it reads beside the model.
     """
 
     def __init__(self, model: nn.Module, others: dict[str, Any], outside: OutsideTensors) -> None:
@@ -27,11 +25,11 @@ class Coupling:
         self.carried = CarriedState(model, others, outside.known_stand_in)
 
     def begin_forward(self) -> None:
-        """Note what is held."""
+        """Note the values that are held before a forward."""
         self.carried.begin()
 
     def end_forward(self) -> None:
-        """Find what is not as it was noted."""
+        """Find the values that the forward changed."""
         self._outside.end_forward(self.carried.end())
 
     def batch_norms(self) -> tuple[str, ...]:
@@ -44,6 +42,6 @@ class Coupling:
         return (*map(self._plain_name, inside), *self._outside.batch_norms)
 
     def stateful(self) -> tuple[str, ...]:
-        """What else a forward changes and the next one finds, by name."""
+        """Names of what else a forward changes and the next one finds."""
         inside = map(self._plain_name, running_statistics(self._model))
         return tuple(dict.fromkeys((*self.carried.changed, *inside, *self._outside.changed)))

@@ -6,15 +6,11 @@ from brimful.capture.recording.recorder import Recorder
 from brimful.quantities import format_bytes
 
 _LEAST_FRACTION = 1 / 1000
-"""Growth by less of what is held is not reported: a list of numbers for a plot, say."""
+"""Growth by a smaller fraction of the memory held is not reported: a list of numbers for a plot, say."""
 
 
 class Growth:
-    """Compares what tensors hold from step to step.
-
-    Args:
-        recorder: Of the loop.
-    """
+    """Compares the memory that tensors hold from step to step of a loop."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -23,7 +19,7 @@ class Growth:
         self._new: frozenset[int] = frozenset()
 
     def note_step(self) -> None:
-        """Note what is held; to be called before each step and after the last."""
+        """Note the memory that is held; to be called before each step and after the last."""
         self._held_bytes.append(self._recorder.places.device_bytes)
         live = frozenset(self._recorder.ledger.live.values())
         self._new, self._latest = live - self._latest, live
@@ -42,7 +38,7 @@ class Growth:
             )
 
     def _line(self) -> str:
-        """Where the largest tensor was made that the latest step kept."""
+        """The line that made the largest tensor that the latest step kept, in words; "" if not known."""
         blocks = [self._recorder.ledger.blocks[index] for index in self._new]
         largest = max(blocks, key=lambda block: block.size_bytes, default=None)
         maker = None if largest is None else largest.op

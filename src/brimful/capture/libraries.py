@@ -1,4 +1,4 @@
-"""Libraries do in a captured step what they do in a real one, but for writing files."""
+"""Contexts in which libraries do in a captured step what they do in a real one, except for writing files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answers_of_a_real_step() -> Iterator[None]:
 def quantised_weights_known() -> Iterator[None]:
     """Let peft dequantise fake weights, as DoRA does, while the context is open.
 
-    It knows quantised weights by the name of their class.
+    peft knows quantised weights by the name of their class.
 
     Source: peft.utils.integrations, `dequantize_module_weight` (checked: 0.21).
     """
@@ -86,7 +86,8 @@ def meta_errors_unlogged() -> Iterator[None]:
 def nothing_is_saved() -> Iterator[None]:
     """Let `torch.save` do nothing while the context is open: fake tensors have no values to write.
 
-    It would open its file first, and so empty a checkpoint that is there. On a GPU it allocates nothing.
+    `torch.save` would open its file first, and so empty a checkpoint that is there. On a GPU it allocates
+    nothing.
     """
     with replaced(torch, "save", lambda *_args, **_options: None):
         yield

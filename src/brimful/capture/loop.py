@@ -40,20 +40,12 @@ def run_loop(
 ) -> LoopSteps:
     """Run a job's own loop over fake batches until it has made some optimizer steps, and record it.
 
-    Args:
-        job: Its `loop` is called.
-        model: With fake parameters, on the device already.
-        batch: A fake batch on the host; the loop gets it again and again.
-        observers: Their recorder is in force.
-        functions: In force too; follows backward.
-        steps: How many optimizer steps it may make. Optimizers that step on one batch make one together.
-        begin_step: Called before each.
+    `model` has fake parameters, on the device already. The loop gets `batch`, on the host, again and again. It
+    may make `steps` optimizer steps, and `begin_step` is called before each; optimizers that step on one batch
+    make one step together. The recorder of `observers` is in force, and so are `functions`, which follow
+    backward.
 
-    Returns:
-        What it did.
-
-    Raises:
-        CaptureError: The loop took no batch, or never stepped an optimizer.
+    Raises `CaptureError` if the loop took no batch, or never stepped an optimizer.
     """
     assert job.loop is not None
     recorder = observers.recorder
@@ -79,12 +71,12 @@ def run_loop(
 
 
 class LoopSteps(NamedTuple):
-    """Record of a loop's run."""
+    """Numbers of steps and batches that a job's own loop ran."""
 
     steps: int
-    """Optimizer steps it completed, at least 1."""
+    """Optimizer steps that the loop completed, at least 1."""
     micro_batches: int
-    """Batches that it took for the last of them."""
+    """Batches that the loop took for its last step."""
 
 
 @contextmanager
@@ -94,7 +86,7 @@ def _phases_followed(
     functions: CorrectedFunctions,
     batches: LoopBatches,
 ) -> Iterator[None]:
-    """The recorder follows the phase of the loop: backward, an optimizer's step, else forward."""
+    """Let the recorder follow the phase of the loop: backward, an optimizer's step, else forward."""
     recorder, compiled = observers.recorder, observers.compiled
     closures = ClosureSteps(recorder)
 

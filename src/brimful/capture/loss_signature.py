@@ -1,4 +1,4 @@
-"""Whether a step failed because the job's loss expects other arguments than it is given."""
+"""Advice where a step failed because the job's loss expects other arguments than it is given."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ _NOT_A_BATCH = {"label", "labels", "model", "module", "net", "network", "target"
 
 
 def signature_hint(job: Job, error: BaseException) -> str:
-    """How the loss is called, where a step failed in a loss that seems to expect something else.
+    """Advice on how the loss is called, if a step failed in a loss that seems to expect other arguments.
 
-    Args:
-        job: Without a loop of its own.
-        error: What the step raised.
-
-    Returns:
-        Sentences; "" where the step failed elsewhere, or nothing speaks for a wrong signature.
+    Returns "" if the step failed elsewhere, if nothing speaks for a wrong signature, or if the job has its own
+    loop.
     """
     if job.loop is not None or not _came_through(error, job.loss):
         return ""
@@ -47,7 +43,7 @@ def signature_hint(job: Job, error: BaseException) -> str:
 
 
 def _suspicious(job: Job) -> str | None:
-    """What the loss is, where it does not seem to be a function of the model and the batch."""
+    """A description of the loss, if it does not seem to be a function of the model and the batch."""
     loss = inspect.unwrap(job.loss)
     if (getattr(loss, "__module__", None) or "").startswith(_OF_TORCH):
         return f"{type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__} of torch"

@@ -32,10 +32,10 @@ from brimful.trace import Category, Phase
 aten = torch.ops.aten
 
 _MEAN = 1
-"""Among ATen's reductions (Reduction.h)."""
+"""The mean among ATen's reductions (Reduction.h)."""
 _OVER_LABELS = "a mean over labels other than"
 MEAN_OVER_LABELS = f"{_OVER_LABELS} {IGNORED_LABEL}"
-"""How a loss is described whose mean is over all labels but those ignored by default."""
+"""Description of a loss whose mean is over all labels but those ignored by default."""
 _OF_SHAPES = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 )
@@ -48,7 +48,7 @@ _MEANS = frozenset({"mean", "var", "std"})
 
 
 class LossTerms(Rule):
-    """Watches the forward of a step for a mean over something else than samples."""
+    """Watches the forward of a step for a mean over something other than samples."""
 
     name = "loss_terms"
     source = "torch.nn.functional"
@@ -57,24 +57,27 @@ class LossTerms(Rule):
     def __init__(self, *about: Any) -> None:
         super().__init__(*about)
         self._found: list[tuple[str, object, Tensor]] = []
-        """What the loss is, in words; a token for the op that shows it; and a tensor that depends on it."""
+        """A description of the loss; a token for the op that shows it; and a tensor that depends on it."""
         self._reached: set[Node] = set()
         """Autograd's nodes that backward runs."""
         self._depth = 0
         self._numbers: set[float] = set()
-        """Numbers that the code read of what it computed from the batch."""
+        """Numbers that the code read from tensors that are computed from the batch."""
         self._extents: set[int] = set()
-        """How many entries were chosen of tensors."""
+        """Numbers of entries that were chosen from tensors."""
 
     def found(self) -> tuple[str, ...]:
-        """What the loss is; what is found for each sample by itself is a mean over them all the same."""
+        """Descriptions of the mean that the loss is, if that is not over samples.
+
+        What is found once for each sample by itself is omitted: it is still a mean over samples.
+        """
         reached = {(what, token) for what, token, tensor in self._found if tensor.grad_fn in self._reached}
         times = Counter(what for what, _ in reached)
         whats = dict.fromkeys(what for what, _, _ in self._found)
         return tuple(what for what in whats if 0 < times[what] < self.settings.micro_batch_size)
 
     def begin_backward(self, roots: tuple[Tensor, ...]) -> None:
-        """Follow the graph of the loss."""
+        """Collect the autograd nodes of the loss."""
         left = [root.grad_fn for root in roots]
         while left:
             node = left.pop()
@@ -83,7 +86,10 @@ class LossTerms(Rule):
                 left += [following for following, _ in node.next_functions]
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """A loss of torch chooses entries itself under label smoothing, all of them if no label is ignored."""
+        """Replace `F.cross_entropy`, so that entries which it chooses itself are not evidence.
+
+        Under label smoothing it chooses entries, all of them if no label is ignored.
+        """
         return {F.cross_entropy: self._cross_entropy}
 
     def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -98,7 +104,7 @@ class LossTerms(Rule):
         return loss
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Follow what is of the batch, and what was chosen from it."""
+        """Mark outputs that are computed from the batch, or from entries that were chosen from it."""
         if self.recorder.position.phase is not Phase.FORWARD:
             return
         name = func._schema.name.partition("::")[2]
@@ -153,7 +159,7 @@ class LossTerms(Rule):
     def _are_uneven(self, labels: Tensor, ignored: int) -> bool:
         """Whether the labels of some samples are ignored more often than those of others.
 
-        Of each text the last token has no label, which leaves a mean over tokens one over samples.
+        The last token of each text has no label, and a mean over tokens is still one over samples.
         """
         try:
             values = self.recorder.values.known.of(labels)
@@ -208,7 +214,7 @@ class LossTerms(Rule):
         return False
 
     def _is_even(self, mask: Tensor) -> bool:
-        """Whether a mask chooses as many entries of each sample, not all, as masked autoencoders do."""
+        """Whether a mask chooses equally many entries of each sample, not all, as masked autoencoders do."""
         try:
             values = self.recorder.values.known.of(mask)
         except NotKnownError:
@@ -221,7 +227,7 @@ class LossTerms(Rule):
             return bool((counts == counts[0]).all()) and 0 < int(counts[0]) < values[0].numel()
 
     def _is_of_batch(self, value: Any) -> bool:
-        """Whether a tensor is of the batch or computed with it."""
+        """Whether a value is a tensor of the batch or computed with one."""
         if not isinstance(value, Tensor):
             return False
         if getattr(value, _OF_BATCH, False):

@@ -1,4 +1,4 @@
-"""Mark the contents of a training step's tensors in the recorder."""
+"""Marks the contents of a training step's tensors in the recorder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from brimful.wrapper_tensors import with_inner_tensors
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:
-    """Parameters, unless they are in another memory, and buffers, as there before the first step.
+    """Mark parameters, buffers and what libraries attach to parameters, as there before the first step.
 
-    So is what libraries attach to parameters.
+    Without `with_parameters`, parameters are in another memory and are not marked.
     """
     plain_name = plain_namer(model)
     parameters = with_inner_tensors(dict(model.named_parameters())) if with_parameters else {}
@@ -27,13 +27,13 @@ def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = 
 
 
 def mark_gradients(model: nn.Module, recorder: Recorder) -> None:
-    """The gradients that parameters hold now."""
+    """Mark the gradients that parameters hold now."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     recorder.mark(gradients.values(), Category.GRADIENTS, map(plain_namer(model), gradients))
 
 
 def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> None:
-    """The tensors an optimizer keeps between steps, named after their parameters."""
+    """Mark the tensors that an optimizer keeps between steps, named after their parameters."""
     plain_name = plain_namer(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     state = {
@@ -45,7 +45,7 @@ def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> No
 
 
 def mark_batch(batch: Batch, recorder: Recorder) -> None:
-    """A batch that is in the device's memory, as there before the first step."""
+    """Mark a batch that is in the device's memory, as there before the first step."""
     tensors = dict(named_tensors(batch))
     recorder.mark(tensors.values(), Category.INPUTS, tensors)
     indices = (recorder.ledger.index_of(tensor) for tensor in tensors.values() if tensor.dim())
@@ -53,12 +53,12 @@ def mark_batch(batch: Batch, recorder: Recorder) -> None:
 
 
 def mark_input(recorder: Recorder, path: str, tensor: Tensor) -> None:
-    """A tensor of a micro-batch that was converted to another memory format on the device."""
+    """Mark a tensor of a micro-batch that was converted to another memory format on the device."""
     recorder.mark([tensor], Category.INPUTS, [path])
 
 
 def input_mover(recorder: Recorder, *, repeats: bool = False) -> InputMover:
-    """What brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
+    """A mover that brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
 
     def copied(path: str, tensor: Tensor) -> Tensor:
         copy = recorder.values.empty_copy(tensor)

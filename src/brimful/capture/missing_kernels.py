@@ -1,4 +1,4 @@
-"""What to register for an op of `torch.library` that cannot run on fake tensors."""
+"""Advice on what to register for an op of `torch.library` that cannot run on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ _NO_MEMORY = (
 
 
 def kernel_hint(error: Exception) -> str | None:
-    """What to register, for an error of a captured step.
-
-    Args:
-        error: That the step raised.
-
-    Returns:
-        The advice; None if it is another error.
+    """Advice on what to register, for an error of a captured step; None if it is another error.
 
     Source: torch/_library/custom_ops.py, torch/_library/autograd.py, torch/_subclasses/fake_tensor.py (checked:
     2.13).

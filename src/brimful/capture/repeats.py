@@ -35,24 +35,25 @@ after it runs. So where blocks are offloaded, and at the beginning of a row behi
 is not like the others either."""
 
 _LEAST_ROW = 5
-"""Blocks of a row of which any can be omitted."""
+"""Fewest blocks of a row of which any can be omitted."""
 
 _LEAST_OMITTED_WITH_COPIES = 3
-"""Blocks of a group that is offloaded alike. Neighbours among a few of them may differ, and then the capture is
-in vain: with 7 of 32 blocks of an 8B Llama offloaded, blocks 2 and 4 do. A choice."""
+"""Fewest blocks to omit of a group that is offloaded alike. Neighbours among a few may differ, and then the
+capture is in vain: with 7 of 32 blocks of an 8B Llama offloaded, blocks 2 and 4 do. A choice."""
 
 _LEAST_OMITTED_SHARE = 0.25
-"""Of all repeated blocks. Omitting fewer saves less time than putting them in takes. A choice."""
+"""Smallest fraction of all repeated blocks to omit. Omitting fewer saves less time than putting them in takes.
+A choice."""
 
 
 @dataclass(slots=True)
 class Shortening:
-    """What a short capture omits, and what it finds out."""
+    """What a short capture omits, and what it notes for the whole one."""
 
     blocks: tuple[str, ...]
-    """Those that run, in order."""
+    """Blocks that run, in order."""
     omitted: Mapping[int, tuple[str, ...]]
-    """As in `trace.block_regions.ShortRow`."""
+    """Blocks that do not run, as in `trace.block_regions.ShortRow`."""
     reach: int
     placeholders: set[str] = field(default_factory=set)
     counts: Counts = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Shortening:
             }
 
     def end(self, model: nn.Module, recorder: Recorder) -> None:
-        """Put the blocks back, and give their parameters gradients for the optimizer."""
+        """Put the omitted blocks back, and give their parameters gradients for the optimizer."""
         while self._whole:
             container, children = self._whole.pop()
             container.__dict__["_modules"] = children
@@ -113,7 +114,7 @@ _Gradient = tuple[FakeTensorMode, torch.Size, tuple[int, ...], torch.dtype, torc
 
 
 def _gradients_of(block: nn.Module) -> Iterator[tuple[str, _Gradient]]:
-    """By parameter: what it takes to make another gradient like its own."""
+    """For each parameter with a gradient: its name, and what it takes to make another gradient like it."""
     for name, parameter in block.named_parameters():
         made = parameter.grad
         if made is not None:
@@ -128,9 +129,8 @@ ShortCapture = Callable[[Settings, Shortening], Trace | None]
 class RepeatedBlocks:
     """Captures steps of a model short, where its blocks repeat.
 
-    Args:
-        captures: Run a short step. The first that gives the whole one is taken, and where it returns nothing,
-            those after it.
+    The first of `captures` whose short step gives the whole one is used; where it returns None, the ones after
+    it are.
     """
 
     def __init__(self, captures: Sequence[ShortCapture]) -> None:
@@ -140,10 +140,9 @@ class RepeatedBlocks:
         """Blocks that ran alike in the first capture; None before they are looked for."""
 
     def learn_from(self, other: RepeatedBlocks) -> None:
-        """Take the rows that captures of the same job on another device found, and those captures that hold.
+        """Take the rows that captures of the job on another device found, and the short captures that hold.
 
-        Args:
-            other: Has the same short captures, on that device; until it has looked for rows, nothing is taken.
+        `other` has the same short captures, on its device. Until it has looked for rows, nothing is taken.
         """
         if other._rows is not None:
             failed = len(self._captures) - len(other._captures)
@@ -181,7 +180,7 @@ class RepeatedBlocks:
         return None
 
     def _shortening(self, settings: Settings) -> Shortening | None:
-        """What can be omitted under some settings; None if that is little."""
+        """The blocks to omit under some settings; None if that saves little."""
         assert self._rows is not None
         actions = _actions_by_block(settings, [fqn for row in self._rows for fqn in row])
         if actions is None:
@@ -209,13 +208,9 @@ class RepeatedBlocks:
 
 
 def rows_of_alike_blocks(trace: Trace) -> Iterator[tuple[str, ...]]:
-    """Children of one list that follow one another and run the same ops, in rows worth shortening.
+    """Rows of children of one list that follow one another and run the same ops, if worth shortening.
 
-    Args:
-        trace: A whole capture of one step.
-
-    Yields:
-        Paths of blocks, by row, in the order of their forwards.
+    `trace` is a whole capture of one step. A row has the paths of its blocks, in the order of their forwards.
     """
     numbered = [fqn for fqn, _ in trace.module_classes if fqn.rpartition(".")[2].isdecimal()]
     outermost = [
@@ -245,7 +240,7 @@ def _follows(before: str, fqn: str) -> bool:
 
 
 def _block_of(name: str, blocks: object) -> str | None:
-    """The block that a dotted name is inside of."""
+    """The block that a dotted name is inside of; None if it is in none."""
     end = len(name)
     while end > 0:
         if name[:end] in blocks:  # type: ignore[operator]
@@ -257,7 +252,7 @@ def _block_of(name: str, blocks: object) -> str | None:
 def _actions_by_block(
     settings: Settings, blocks: Sequence[str]
 ) -> dict[str, tuple[tuple[object, ...], ...]] | None:
-    """What is done to each block, relative to it; None if a unit has several of them in it."""
+    """The actions on each block, by fqn relative to it; None if a unit has several blocks in it."""
     known = set(blocks)
     parents = {fqn[:end] for fqn in blocks for end, letter in enumerate(fqn) if letter == "."} | {""}
     actions: dict[str, tuple[tuple[object, ...], ...]] = {}

@@ -66,18 +66,12 @@ _ASSUMED = "conditions on numbers that are not known, such as a loss: answered a
 
 
 class CaptureSession:
-    """Builds the model and the batch on fake tensors when it is made; `run` runs steps.
+    """One capture: making it builds the model and the batch on fake tensors; `run` runs and records steps.
 
-    Args:
-        job: The job to capture.
-        settings: Settings of the step.
-        device: The target device, whose choice of kernels the capture follows.
-        rules: The corrections for that device.
-        guess: Assumption about unknown values that decide sizes.
-        compiled: Notes code for `torch.compile`; in force.
-        shortening: Blocks of the model that do not run; `settings` have no actions for them.
-        part: What runs of a step.
-        cpu_is_device: Whether the job's code is known to call its device "cpu".
+    The capture follows the choice of kernels of `device`, and `rules` are the corrections for it. `guess` is
+    the assumption about unknown values that decide sizes. `compiled` notes code for `torch.compile`, and is in
+    force. `shortening` has the blocks of the model that do not run; `settings` have no actions for them. `part`
+    is what runs of a step. `cpu_is_device` says that the job's code is known to call its device "cpu".
     """
 
     def __init__(
@@ -125,15 +119,10 @@ class CaptureSession:
     def run(
         self, steps: int, *, evaluates: bool, written_inputs: frozenset[str]
     ) -> tuple[Trace, frozenset[str]]:
-        """Run steps and record them.
+        """Run optimizer steps and record them; with `evaluates`, then run the loss in evaluation mode too.
 
-        Args:
-            steps: Optimizer steps to run.
-            evaluates: Run the loss once more afterwards, in evaluation mode.
-            written_inputs: Tensors of the batch that the loss is known to write to in place.
-
-        Returns:
-            The trace, and those tensors with the ones that were found.
+        `written_inputs` are tensors of the batch that the loss is known to write to in place. Beside the trace,
+        these are returned with the ones that were found.
         """
         with self._holding():
             return self._run(steps, evaluates=evaluates, written_inputs=written_inputs)
@@ -182,7 +171,7 @@ class CaptureSession:
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
-        """Afterwards closures and globals hold what they did, also where the step raised."""
+        """Restore what closures and globals held when the context closes, also where the step raised."""
         try:
             yield
         finally:
@@ -207,18 +196,11 @@ class CaptureSession:
         return recorded
 
     def joined(self, settings: Settings, model: RecordedPart, update: RecordedPart) -> Trace:
-        """The trace of the whole step.
+        """The trace of the whole step, as a capture of it would give, from its two parts.
 
-        Args:
-            settings: Those of the step, which may have another optimizer than the session.
-            model: What `run_part` returned here.
-            update: The optimizer's part, with the same gradients.
-
-        Returns:
-            What a capture of the whole step is.
-
-        Raises:
-            PartsDifferError: The two parts do not show it.
+        `model` is what `run_part` returned here, and `update` is the optimizer's part with the same gradients.
+        `settings` are those of the step, which may have another optimizer than the session. Raises
+        `PartsDifferError` if the two parts do not show the whole step.
         """
         model = after_setup(model, update)
         recorded = with_update(model, update)
@@ -228,7 +210,7 @@ class CaptureSession:
 
     @contextmanager
     def _patched(self) -> Iterator[Sharded | None]:
-        """Torch and libraries treat fakes as a real step does; yields the model as FSDP2 divides it, if so."""
+        """Let torch and libraries treat fakes as real tensors; yield the model as FSDP2 divides it, or None."""
         recorder, settings = self._observers.recorder, self._settings
         with ExitStack() as stack:
             for rule in self._rules:
@@ -255,7 +237,7 @@ class CaptureSession:
 
     @contextmanager
     def _recording(self) -> Iterator[CorrectedFunctions]:
-        """The modes of a capture are in force."""
+        """Put the modes of a capture in force while the context is open."""
         recorder = self._observers.recorder
         functions = CorrectedFunctions(self._rules, recorder.places)
         if recorder.places.are_two:
@@ -273,7 +255,7 @@ class CaptureSession:
         recorder.places.settle()
 
     def _run_steps(self, steps: int, sharded: Sharded | None, written_inputs: frozenset[str]) -> frozenset[str]:
-        """Run brimful's own step; the tensors of the batch that the loss wrote to."""
+        """Run brimful's own step; return the tensors of the batch, by name, that the loss wrote to."""
         move = input_mover(self._observers.recorder)
         move.written = written_inputs
         self._captured = CapturedStep(
@@ -293,7 +275,7 @@ class CaptureSession:
         return move.written
 
     def _settled(self) -> Recorded:
-        """What was recorded, before other forwards show which of what a forward made the next one reads."""
+        """Run other forwards to find which new values are state, and return what was recorded before them."""
         recorder = self._observers.recorder
         recorded, facts = recorded_by(recorder), copy.copy(recorder.facts)
         noted = dict(facts.uncertain)
@@ -370,7 +352,7 @@ def _begin_step(rules: Iterable[Rule]) -> None:
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
-    """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
+    """Run one micro-batch as validation does, or all of the global batch where the loss couples samples."""
     loss, to_device = loss_of(job), input_mover(recorder, repeats=True)
 
     def move(micro_batch: Batch) -> Batch:
@@ -399,7 +381,7 @@ def _convolves(ops: Iterable[Op]) -> bool:
 
 
 def _paged(optimizer: Optimizer) -> tuple[str, ...]:
-    """That CUDA may move a paged optimizer's state to the host.
+    """A note that CUDA may move a paged optimizer's state to the host; none for other optimizers.
 
     Source: bitsandbytes/optim/optimizer.py, Optimizer8bit.get_state_buffer: of parameters from 1e5 numbers on.
     """

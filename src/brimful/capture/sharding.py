@@ -46,7 +46,7 @@ _in_process_group: ContextVar[bool] = ContextVar("in_process_group", default=Fal
 
 @contextmanager
 def permitted_in_process_group() -> Iterator[None]:
-    """Within, a rank of a process group may capture FSDP2 on as many ranks; the others need not take part."""
+    """Let a rank of a process group capture FSDP2 on as many ranks; the others need not take part."""
     token = _in_process_group.set(True)
     try:
         yield
@@ -56,16 +56,10 @@ def permitted_in_process_group() -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
-    """Within, this process is the first of the settings' ranks; the other ranks do not exist.
+    """Make this process one of the settings' ranks, of which no other exists, and yield the ranks' mesh.
 
-    Args:
-        settings: Settings of the capture.
-
-    Yields:
-        The device mesh of the ranks.
-
-    Raises:
-        CaptureError: This process is in a process group, outside of `permitted_in_process_group`.
+    Raises `CaptureError` in a process group, unless it has as many ranks and `permitted_in_process_group` is in
+    force.
     """
     if dist.is_initialized():
         if not _in_process_group.get() or settings.world_size != dist.get_world_size():
@@ -85,7 +79,7 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _fake_group_beside_others(world_size: int) -> Iterator[DeviceMesh]:
-    """A mesh of ranks that send nothing, in a process that is a rank itself; no other rank takes part."""
+    """Yield a mesh of ranks that send nothing, in a process that is a rank itself; no other rank takes part."""
     ranks = list(range(world_size))
     group, _store = distributed_c10d._new_process_group_helper(
         world_size,
@@ -106,7 +100,7 @@ def _fake_group_beside_others(world_size: int) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def sharding_recorded(recorder: Recorder, settings: Settings) -> Iterator[None]:
-    """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out.
+    """Let the recorder see what FSDP2 allocates and frees, and not what DTensor only works out.
 
     With `offload_parameters` for a GPU, a shard is copied there before it is gathered, and a gradient is copied
     to the host as soon as it is reduced.

@@ -83,20 +83,11 @@ def capture_step(
 def capture_short_step(
     job: Job, settings: Settings, device: Device, shortening: Shortening, *, guess: Guess = Guess.EXPECTED
 ) -> Trace | None:
-    """The trace of one step, from one in which some repeated blocks did not run.
+    """The trace of one step, from a capture in which some repeated blocks do not run.
 
-    Args:
-        job: Without a loop of its own.
-        settings: Those of the whole step.
-        device: The target device.
-        shortening: The blocks that do not run; used once.
-        guess: Assumption about unknown values.
-
-    Returns:
-        What `capture_step` returns for one step; None where the short step does not show it.
-
-    Raises:
-        CaptureError: The short step cannot be run on fake tensors.
+    The job has no loop of its own. `settings` are those of the whole step, and `shortening` is used once. The
+    trace is what `capture_step` returns for one step; None where the short step does not show it. Raises
+    `CaptureError` if the short step cannot be run on fake tensors.
     """
     report(f"capturing {settings.describe()}")
     reduced = shortening.reduced(settings)
@@ -109,18 +100,10 @@ def capture_short_step(
 
 
 def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:
-    """What shows that a loss is a mean over something else than samples.
+    """Descriptions of a loss that is a mean over something other than samples; empty if nothing shows that.
 
-    Args:
-        job: Its loss runs on fake tensors, with the labels of its batch.
-        samples: In the batch.
-        device: Of a plan.
-
-    Returns:
-        What the loss is, in words; empty if nothing speaks against a mean over samples.
-
-    Raises:
-        CaptureError: The step cannot be run on fake tensors.
+    The loss runs on fake tensors, with the labels of a batch of `samples` samples. Raises `CaptureError` if it
+    cannot.
     """
     settings = Settings(micro_batch_size=samples)
     terms = LossTerms(device, settings)
@@ -135,11 +118,7 @@ def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:
 class CapturedModel:
     """Forward and backward of one step, to which the update of any optimizer can be joined.
 
-    Args:
-        session: Ran them.
-        part: What it recorded.
-        rules: Its corrections.
-        shortening: Blocks that did not run.
+    `part` is what `session` recorded, and `shortening` has the blocks that did not run.
     """
 
     def __init__(
@@ -149,18 +128,14 @@ class CapturedModel:
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """Those that backward made."""
+        """The gradients that backward made."""
         return self._part.gradients
 
     def with_update(self, settings: Settings, update: RecordedPart) -> Trace | None:
-        """The trace of the whole step.
+        """The trace of the whole step, as `capture_step` returns it; None where the two parts do not show it.
 
-        Args:
-            settings: Those of the whole step.
-            update: What the optimizer does under them with these gradients.
-
-        Returns:
-            What `capture_step` returns for one step; None where the two parts do not show it.
+        `settings` are those of the whole step. `update` is what the optimizer does under them with these
+        gradients.
         """
         shortening = self._shortening
         reduced = settings if shortening is None else shortening.reduced(settings)
@@ -176,19 +151,10 @@ class CapturedModel:
 def capture_model(
     job: Job, settings: Settings, device: Device, shortening: Shortening | None = None
 ) -> CapturedModel | None:
-    """Forward and backward of one step.
+    """Capture forward and backward of one step; None where they depend on the optimizer.
 
-    Args:
-        job: Without a loop of its own.
-        settings: Those of the whole step.
-        device: The target device.
-        shortening: Blocks that do not run; used once.
-
-    Returns:
-        That part of the step; None where it depends on the optimizer.
-
-    Raises:
-        CaptureError: The step cannot be run on fake tensors.
+    The job has no loop of its own. `settings` are those of the whole step, and `shortening` is used once.
+    Raises `CaptureError` if the step cannot be run on fake tensors.
     """
     report(f"capturing {settings.describe()}")
     reduced = settings if shortening is None else shortening.reduced(settings)
@@ -203,19 +169,10 @@ def capture_model(
 def capture_update(
     job: Job, settings: Settings, device: Device, gradients: tuple[Gradient, ...]
 ) -> RecordedPart | None:
-    """What the optimizer does in one step.
+    """Capture the optimizer's part of one step; None where it depends on more than the gradients.
 
-    Args:
-        job: Without a loop of its own.
-        settings: Those of the step; its units run nothing here.
-        device: The target device.
-        gradients: Those that the optimizer is given.
-
-    Returns:
-        Its part of the step; None where that depends on more than the gradients.
-
-    Raises:
-        CaptureError: The step cannot be run on fake tensors.
+    The job has no loop of its own, and the units of `settings` run nothing here. Raises `CaptureError` if the
+    step cannot be run on fake tensors.
     """
     rules = rules_for(device, settings, ())
     with _capturing(job, settings) as compiled:
@@ -225,7 +182,7 @@ def capture_update(
 
 
 def _whole(trace: Trace, settings: Settings, shortening: Shortening, rules: list[Rule]) -> Trace | None:
-    """The trace with the blocks that did not run."""
+    """The trace with the blocks that did not run; None where the short one does not show that."""
     shortening.counts = {rule.name: rule.counted for rule in rules}
     whole = shortening.whole(trace, settings)
     return None if whole is None else replace(whole, own_checkpoints=own_checkpoints(whole))
@@ -233,7 +190,7 @@ def _whole(trace: Trace, settings: Settings, shortening: Shortening, rules: list
 
 @contextmanager
 def _capturing(job: Job, settings: Settings) -> Iterator[CompiledCode]:
-    """What is in force while a step is captured."""
+    """Put in force what every capture needs, and yield what notes compiled code."""
     compiled = CompiledCode()
     with (
         _as_capture_error(job, settings),

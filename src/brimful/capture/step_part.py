@@ -28,7 +28,7 @@ from brimful.replaced import replaced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """What a capture runs of a step; by default all of it."""
+    """The part of a step that a capture runs; by default all of it."""
 
     has_model: bool = True
     """Forward and backward."""
@@ -44,11 +44,7 @@ ALL_OF_STEP = StepPart()
 class Seams:
     """Notes where a step begins, where its gradients are complete, and where its update ends.
 
-    Args:
-        part: What runs of the step.
-        model: On fake tensors.
-        recorder: Records the step.
-        names: Of parameters, by id.
+    `names` has the names of parameters, by id.
     """
 
     def __init__(self, part: StepPart, model: nn.Module, recorder: Recorder, names: Mapping[int, str]) -> None:
@@ -72,14 +68,9 @@ class Seams:
         self._update = self._recorder.mark_here()
 
     def recorded(self, optimizer: Optimizer, rules: list[Rule]) -> RecordedPart | None:
-        """What the capture recorded; None where the part depends on the other one.
+        """What the capture recorded so far, as a part of the step; None where it depends on the other part.
 
-        Args:
-            optimizer: That of the step.
-            rules: The corrections that counted.
-
-        Returns:
-            The part, without what tensors release from now on.
+        The part does not have what tensors release from now on.
         """
         recorder = self._recorder
         facts = recorder.facts
@@ -115,7 +106,7 @@ class Seams:
         return tuple(found)
 
     def _given(self, model: nn.Module, _batch: Batch) -> Tensor:
-        """A loss that leaves the gradients that are given."""
+        """A loss that sets the given gradients, in place of the model."""
         given = {gradient.parameter: gradient for gradient in self._part.gradients}
         with self._recorder.paused(), torch.no_grad():
             for parameter in model.parameters():
@@ -134,7 +125,7 @@ class Seams:
 
 @contextmanager
 def scaler_without_update() -> Iterator[None]:
-    """A loss scaler scales the loss and leaves gradients as they are, for a part without the update.
+    """Let a loss scaler scale the loss and leave gradients as they are, for a part without the update.
 
     Source: torch/amp/grad_scaler.py (checked: 2.13, 2.11).
     """
@@ -152,17 +143,15 @@ def scaler_without_update() -> Iterator[None]:
 
 
 def recorded_by(recorder: Recorder) -> Recorded:
-    """What a recorder has recorded so far."""
+    """The ops and blocks that a recorder has recorded so far."""
     return Recorded(tuple(recorder.ops), tuple(recorder.ledger.blocks), tuple(recorder.ledger.events))
 
 
 def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) -> None:
-    """Set what corrections counted to that of the whole step.
+    """Set what corrections counted to the counts of the whole step.
 
-    Args:
-        rules: Those of the capture of `model`.
-        model: Forward and backward, as `after_setup` returns it.
-        update: The optimizer's part. Counted of it are its update, and what stays that its setup made.
+    `rules` are those of the capture of `model`, which is forward and backward as `after_setup` returns them. Of
+    `update`, the optimizer's update counts, and what stays that its setup made.
     """
     of_model, of_update = later_ops(model, update)
     for rule in rules:

@@ -26,8 +26,7 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 def triton_launches_recorded(note: Callable[[str], None]) -> Iterator[None]:
     """Let `kernel[grid](…)` run an op, if it is given fake tensors, while the context is open.
 
-    Args:
-        note: Is called with what is not known of a kernel.
+    `note` is called with what is not known of a kernel.
 
     Source: triton/runtime/jit.py, KernelInterface.__getitem__ (checked: 3.9).
     """

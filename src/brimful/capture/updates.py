@@ -22,13 +22,10 @@ _WHOLE_CAPTURES = 2
 
 
 class SharedUpdates:
-    """Captures steps by forward and backward, and the optimizer once for all that share it.
+    """Captures forward and backward of steps, and the optimizer's update once for all that share it.
 
-    Args:
-        job: Without a loop of its own.
-        watched: The target device.
-        like: The same of this job on another device. Updates are shared where the devices do not differ in what
-            they depend on, and short captures need no whole capture before.
+    The job has no loop of its own. `like` has the captures of this job on another device: updates are shared
+    where the devices do not differ in what they depend on, and short captures need no whole capture before.
     """
 
     def __init__(self, job: Job, watched: WatchedDevice, like: SharedUpdates | None = None) -> None:
@@ -53,14 +50,17 @@ class SharedUpdates:
             self._count += 1
 
     def whole(self, settings: Settings) -> Trace | None:
-        """One step, all of whose forward and backward runs; None where the optimizer must run too."""
+        """The trace of one step with all blocks; None where the optimizer must run too."""
         if self._is_exact is None and self._first is not None and self._count >= _WHOLE_CAPTURES:
             first, trace = self._first
             self._is_exact = self._captured(first, None) == trace
         return self._captured(settings, None) if self._is_exact else None
 
     def short(self, settings: Settings, shortening: Shortening) -> Trace | None:
-        """One step in which some blocks do not run; None as for `whole`. The caller checks it."""
+        """The trace of one step in which some blocks do not run; None where the optimizer must run too.
+
+        The caller checks the trace.
+        """
         return self._captured(settings, shortening)
 
     def _captured(self, settings: Settings, shortening: Shortening | None) -> Trace | None:
@@ -75,7 +75,7 @@ class SharedUpdates:
             return None
 
     def _model_of(self, settings: Settings, shortening: Shortening | None) -> CapturedModel | None:
-        """Forward and backward; those before, if they are the same, as for one optimizer after another."""
+        """Forward and backward; the last captured ones if only the optimizer differs."""
         key = _of_model(settings), shortening is None
         if self._last_model is not None and self._last_model[0] == key:
             return self._last_model[1]

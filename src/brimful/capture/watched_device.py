@@ -1,4 +1,4 @@
-"""Which other devices a capture is the same on: those that answer alike whatever it asks of its own."""
+"""Devices on which a capture is the same: those that answer alike whatever it asks of its own device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from brimful.trace.gpu_sizes import DECIDING_PROPERTIES, size_on
 
 
 class WatchedDevice:
-    """A device that follows what is asked of it, and which others would give the same answers.
-
-    Args:
-        device: The device.
-        others: Those that may be like it.
-    """
+    """A device that notes what is asked of it, and which of `others` would give the same answers."""
 
     def __init__(self, device: Device, others: Sequence[Device] = ()) -> None:
         self.device = device
@@ -39,21 +34,21 @@ class WatchedDevice:
         return called
 
     def answer(self, question: Callable[[Device], Any]) -> Any:
-        """What `Device.answer` returns."""
+        """The answer to a question about the device, as `Device.answer` gives it."""
         answer = question(self.device)
         self._alike = [other for other in self._alike if question(other) == answer]
         return answer
 
     def as_device(self) -> Device:
-        """This, for code that reads a device."""
+        """This object, typed for code that reads a device."""
         return cast(Device, self)
 
     def is_like(self, device: Device) -> bool:
-        """Whether a device, itself or one of the others, gives the same answers to all that was asked."""
+        """Whether another device, or the own one, gives the same answers to all that was asked."""
         return device == self.device or device in self._alike
 
     def follow(self, other: WatchedDevice) -> None:
-        """Depend on what another one was asked too."""
+        """Depend also on what another watched device was asked."""
         self._alike = [each for each in self._alike if other.is_like(each)]
 
     def _note(self, name: str, arguments: tuple[Any, ...], answer: Any, on: Callable[[Device], Any]) -> None:
@@ -71,7 +66,7 @@ class CapturedUpdate:
     watched: WatchedDevice
 
     def on(self, device: Device) -> RecordedPart | None:
-        """The part on a device; None where that may be another one."""
+        """The part on a device; None where it may differ there."""
         if not self.watched.is_like(device):
             return None
         blocks = []

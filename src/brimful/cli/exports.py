@@ -16,16 +16,9 @@ if TYPE_CHECKING:
 
 
 def export_files(asked: Iterable[str]) -> dict[ExportTool, Path]:
-    """The file of each tool that was asked for.
+    """The files to write, by tool, from options of the form TOOL or TOOL=FILE.
 
-    Args:
-        asked: Each of the form TOOL or TOOL=FILE.
-
-    Returns:
-        Files by tool.
-
-    Raises:
-        UsageError: A tool is unknown or repeated, or two have one file.
+    Raises `UsageError` if a tool is unknown or repeated, or two have one file.
     """
     files: dict[ExportTool, Path] = {}
     for each in asked:
@@ -44,16 +37,10 @@ def export_files(asked: Iterable[str]) -> dict[ExportTool, Path]:
 
 
 def write_exports(job: Job, plan: Plan, files: Mapping[ExportTool, Path]) -> None:
-    """Write a plan for each tool, and on standard error what the file leaves to its user.
+    """Write a plan for each tool, and on standard error what each file leaves to its user.
 
-    Args:
-        job: The plan's.
-        plan: The plan.
-        files: By tool.
-
-    Raises:
-        UsageError: A tool cannot train by the plan; files of the tools before it are written.
-        SaveError: A file cannot be written.
+    Raises `UsageError` if a tool cannot train by the plan, after the files of the tools before it are written,
+    and `SaveError` if a file cannot be written.
     """
     from brimful import api
 

@@ -20,13 +20,10 @@ from brimful.options import LoopOptions, PlanOptions
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter that is a record by one option per field.
+    """Replace each parameter of a command that is a record by one option per field.
 
-    Args:
-        command: Its parameters are given by name.
-
-    Returns:
-        The same command; what typer reads, its signature, has the fields in the records' place.
+    Only the signature changes, which typer reads: it has the fields in the records' place. The command's
+    parameters are given by name.
     """
     hints = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -197,7 +194,7 @@ class TrainFlags(LoopOptions):
     ] = False
 
     def asked(self) -> dict[str, Any]:
-        """As arguments of `api.fit`."""
+        """The options as arguments of `api.fit`."""
         from brimful.trainer.step.schedules import Schedule
 
         asked = arguments(self)

@@ -67,11 +67,7 @@ _ELSEWHERE = {
 
 
 def explain(error: Any) -> None:
-    """Say in click's error of an unknown option which option is meant.
-
-    Args:
-        error: Any of click's; its message is changed if a flag of another tool is known.
-    """
+    """Say in click's error of an unknown option which option is meant, if it is a flag of another tool."""
     flag = str(getattr(error, "option_name", "")).replace("_", "-").lower()
     parameters = error.ctx.command.params if flag and error.ctx else ()
     known = {option for parameter in parameters for option in parameter.opts}

@@ -58,15 +58,9 @@ def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool
 
 
 def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) -> None:
-    """Print the result of a command for a reader, or its JSON.
+    """Print the result of a command for a reader, or its JSON; `document` makes the JSON document.
 
-    Args:
-        result: The result, whose text is printed.
-        document: Makes the JSON document.
-        as_json: Print JSON instead of text.
-
-    Raises:
-        SaveError: Standard output cannot be written.
+    Raises `SaveError` if standard output cannot be written.
     """
     print_result(json.dumps(document(), indent=2) if as_json else str(result))
     check_result_is_written()
@@ -76,11 +70,7 @@ def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) 
 def report_errors(as_json: bool) -> Iterator[None]:
     """Report errors by a message and an exit status; errors in the job, and bugs, also show their traceback.
 
-    Args:
-        as_json: Errors are also printed as JSON; standard output has nothing but the result or the error.
-
-    Yields:
-        Nothing.
+    With `as_json` errors are also printed as JSON, and standard output has nothing but the result or the error.
     """
     if as_json:
         keep_stdout_for_the_result()
@@ -116,7 +106,7 @@ def _report(error: BrimfulError, as_json: bool) -> None:
 
 
 def _print_error(error: BaseException, as_json: bool) -> None:
-    """As JSON, on the first of several ranks alone: two documents are not one."""
+    """Print an error as JSON, if asked for, on the first of several ranks alone: two documents are not one."""
     if as_json and _is_first_rank():
         from brimful.report import error_document
 
@@ -124,5 +114,5 @@ def _print_error(error: BaseException, as_json: bool) -> None:
 
 
 def _is_first_rank() -> bool:
-    """As a launcher says; known without torch, and before the ranks are connected."""
+    """Whether this is the first rank, as a launcher says: known without torch, before ranks are connected."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") in ("", "0")

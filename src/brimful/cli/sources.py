@@ -40,21 +40,13 @@ def may_be_plan_of(plan: Plan, job: Job) -> bool:
 
 
 def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
-    """The built-in architecture that a plan was made for.
+    """The built-in architecture that the plan in a file was made for.
 
     A plan is data: any other model that it names is neither imported nor run, unless the command line names it
     too.
 
-    Args:
-        file: The plan's file.
-        plan: The plan in it.
-        asked: Further arguments of the command, to repeat in the message.
-
-    Returns:
-        The source of the job.
-
-    Raises:
-        UsageError: The plan names no built-in architecture; the message has the command that checks the plan.
+    Raises `UsageError` if the plan names no built-in architecture. The message has the command that checks the
+    plan, with `asked`, the further arguments of this command.
     """
     from brimful.models import architecture_names
 
@@ -77,7 +69,7 @@ def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
 _LONGEST_MODEL = 1000
 """Characters of a command that is shown. A choice."""
 _LONGEST_NAME = 100
-"""The same of a name."""
+"""Characters of a model's name that is shown. A choice."""
 
 
 def _shortened(name: str) -> str:

@@ -27,7 +27,7 @@ _results: _Results | None = None
 
 
 def replace_standard_streams() -> None:
-    """Let what cannot be displayed be discarded, in the whole process, from here to its end."""
+    """Replace the process's standard streams, to its end, by ones that discard what cannot be displayed."""
     global _results
     for descriptor in (0, _STDOUT, _STDERR):
         _reserve(descriptor)
@@ -63,11 +63,7 @@ def keep_stdout_for_the_result() -> None:
 
 
 def print_result(text: str) -> None:
-    """Print on standard output, after what was printed before.
-
-    Args:
-        text: Is followed by a newline.
-    """
+    """Print text and a newline on standard output, after what was printed before."""
     if _results is None:
         print(text, flush=True)
         return
@@ -76,16 +72,15 @@ def print_result(text: str) -> None:
 
 
 def _flush_what_was_printed() -> None:
-    """As far as the job has left `sys.stdout` open."""
+    """Flush `sys.stdout`, unless the job has closed it."""
     if sys.stdout is not None and not sys.stdout.closed:
         sys.stdout.flush()
 
 
 def check_result_is_written() -> None:
-    """Check that standard output took every result; a reader that closes a pipe early has what it wanted.
+    """Raise `SaveError` if standard output did not take every result.
 
-    Raises:
-        SaveError: It did not.
+    A reader that closes a pipe early has what it wanted.
     """
     failure = None if _results is None else _results.file.failure
     if failure is not None and failure.errno != errno.EPIPE:

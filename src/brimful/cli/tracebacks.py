@@ -15,14 +15,7 @@ _ENVIRONMENT = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdli
 
 
 def traceback_text(error: Exception) -> str:
-    """The traceback of an error, from the first frame of the job on; whole where the job has none.
-
-    Args:
-        error: Just caught.
-
-    Returns:
-        Lines, as Python prints them.
-    """
+    """The traceback of a caught error, from the first frame of the job on; whole where the job has none."""
     start = next(_of_job(error.__traceback__), None)
     if start is None and not isinstance(error, SyntaxError):  # which says its file and line
         start = error.__traceback__
@@ -30,14 +23,7 @@ def traceback_text(error: Exception) -> str:
 
 
 def job_exit(end: SystemExit) -> JobExitError:
-    """The error for a job that would end the process.
-
-    Args:
-        end: What it raised.
-
-    Returns:
-        An error that says where.
-    """
+    """The error for a job that called `sys.exit`; it says where."""
     *_, last = [None, *_of_job(end.__traceback__)]
     where = "" if last is None else f" in {last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
     code = "" if end.code is None else repr(end.code)
@@ -48,7 +34,7 @@ def job_exit(end: SystemExit) -> JobExitError:
 
 
 def _of_job(frames: TracebackType | None) -> Iterator[TracebackType]:
-    """Those in files that are neither brimful's nor installed."""
+    """The frames of a traceback in files that are neither brimful's nor installed."""
     while frames is not None:
         if not frames.tb_frame.f_code.co_filename.startswith((_PACKAGE, *_ENVIRONMENT, "<")):
             yield frames

@@ -286,7 +286,7 @@ def _train(
 
 
 def _saving_pretrained(lora: str | None, merge_adapters: bool) -> Callable[[Path], None]:
-    """What is done with the run directory of a text recipe after training."""
+    """A function that saves the model of a text recipe from its run directory, after training."""
     if merge_adapters and lora is None:
         raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
     return partial(_save_pretrained, has_adapters=lora is not None, merge=merge_adapters)
@@ -390,7 +390,7 @@ def _own_rate(job: Job) -> float | None:
 def _with_rates(
     job: Job, optimizer: str | None, learning_rate: float | None, weight_decay: float | None
 ) -> Job:
-    """The job with an optimizer by name that has these rates, or else its own."""
+    """The job with an optimizer by name, or else its own, with these rates; None keeps the optimizer's."""
     from brimful.optimizers import NamedOptimizer, named_optimizer
 
     own = named_optimizer(job.optimizer) if isinstance(job.optimizer, str) else job.optimizer

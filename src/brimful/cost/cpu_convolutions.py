@@ -12,7 +12,7 @@ from brimful.trace.extents import Convolution
 _BLOCK = 16
 """Channels of a block of oneDNN's layout with AVX-512. Inputs of fewer are read as they are."""
 _WIDEST_DEPTHWISE_GRADIENT = 3
-"""Of the filter: oneDNN's kernel for a depthwise convolution's weight gradient takes no wider one."""
+"""Widest filter that oneDNN's kernel for a depthwise convolution's weight gradient takes."""
 _OF_INPUT, _OF_WEIGHT = 1, 2
 """Bits of `Convolution.gradients`."""
 
@@ -20,30 +20,18 @@ _OF_INPUT, _OF_WEIGHT = 1, 2
 def kernels(shape: Convolution, flops: int) -> list[tuple[str, int]]:
     """The kind of each kernel of a call, and its FLOPs.
 
-    Args:
-        shape: The call's.
-        flops: Of all of it: forward, or the gradients that it computes.
-
-    Returns:
-        One pair for each kernel.
+    `flops` are those of the whole call: forward, or the gradients that it computes.
     """
     kinds = _kinds(shape)
     return [(kind, flops // len(kinds)) for kind in kinds]
 
 
 def layout_copy_bytes(shape: Convolution, weight_bytes: int) -> int:
-    """Bytes read and written by copies of the images to and from oneDNN's layout.
+    """Bytes read and written by copies of the images to and from oneDNN's layout, for all kernels of a call.
 
     Each kernel copies two images: its input to that layout and its result from it, or, for the weight's
-    gradient, the input and the gradient to it. Images that are channels_last are not
-    copied, nor those of a convolution by im2col.
-
-    Args:
-        shape: The call's.
-        weight_bytes: Of the filter, from which follow those of a number.
-
-    Returns:
-        Bytes, of all kernels.
+    gradient, the input and the gradient to it. Images that are channels_last are not copied, nor those of a
+    convolution by im2col. The bytes of one number follow from those of the filter, `weight_bytes`.
     """
     copies = 0 if shape.is_channels_last else sum(kind != IM2COL for kind in _kinds(shape))
     copied = _images(shape, with_input=shape.in_channels >= _BLOCK)
@@ -51,7 +39,7 @@ def layout_copy_bytes(shape: Convolution, weight_bytes: int) -> int:
 
 
 def images_bytes(shape: Convolution, weight_bytes: int) -> int:
-    """Bytes of the two images of each kernel of a call; `weight_bytes` as above."""
+    """Bytes of the two images of each kernel of a call whose filter takes `weight_bytes`."""
     return _images(shape) * _number_bytes(shape, weight_bytes)
 
 
@@ -66,7 +54,7 @@ def _number_bytes(shape: Convolution, weight_bytes: int) -> int:
 
 
 def _kinds(shape: Convolution) -> list[str]:
-    """Of forward's kernel, or of those of both gradients."""
+    """Kinds of the kernel of forward, or of those of the gradients that a call computes."""
     results = [bit for bit in (_OF_INPUT, _OF_WEIGHT) if shape.gradients & bit] or [0]
     return [_kind(shape, result) for result in results]
 

@@ -20,12 +20,7 @@ _STANDS_IN = {
 
 
 class CpuWork:
-    """The rates of a CPU, which are achieved ones.
-
-    Args:
-        device: A CPU.
-        precision: Of matmuls.
-    """
+    """The rates of a CPU, which are achieved ones."""
 
     def __init__(self, device: Device, precision: Precision) -> None:
         self._device = device
@@ -36,14 +31,8 @@ class CpuWork:
     def parts(self, op: Op, flops_per_second: float) -> list[tuple[str, float]]:
         """Seconds by kind of work, at least a bare launch.
 
-        A convolution's copies to and from oneDNN's layout are added to its arithmetic.
-
-        Args:
-            op: The op.
-            flops_per_second: Rate of its type, for a CPU that was not calibrated.
-
-        Returns:
-            Pairs of a name and seconds.
+        A convolution's copies to and from oneDNN's layout are added to its arithmetic. `flops_per_second` is
+        the rate of the op's type, for a CPU that was not calibrated.
         """
         work, moved_bytes = work_of(op, self._precision), op.read_bytes + op.written_bytes
         name, curve, least = work.kind.partition(":")[0], self._curve(work), self._device.launch_seconds

@@ -18,12 +18,7 @@ from brimful.trace import Op
 
 
 class GpuWork:
-    """The rates of a GPU: its peaks, the fractions of them that it reaches, and the factors of kernel classes.
-
-    Args:
-        device: A GPU.
-        precision: Of matmuls.
-    """
+    """The rates of a GPU: its peaks, the fractions of them that it reaches, and factors of kernel classes."""
 
     def __init__(self, device: Device, precision: Precision) -> None:
         self._factors = FactorTable.of(device)
@@ -50,30 +45,16 @@ class GpuWork:
         self.seconds_per_byte = 1 / (device.memory_bandwidth_bytes_per_second * reached.bandwidth)
 
     def parts(self, op: Op, flops_per_second: float) -> list[tuple[str, float]]:
-        """Seconds by class of kernel.
-
-        Args:
-            op: The op.
-            flops_per_second: Peak rate of products in its type.
-
-        Returns:
-            Pairs of a name and seconds.
-        """
+        """Seconds by class of kernel; `flops_per_second` is the peak rate of products in the op's type."""
         return [
             (kernel.name, self.kernel_seconds(kernel, op.dtype, flops_per_second))
             for kernel in kernels_of(op, self._sm_count, is_tf32=self._is_tf32)
         ]
 
     def kernel_seconds(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:
-        """Seconds of one launch.
+        """Seconds of one launch: the larger of arithmetic and memory, and the least time of a kernel.
 
-        Args:
-            kernel: Its class and amounts of work.
-            dtype: Type of its products.
-            flops_per_second: Peak rate of products in this type.
-
-        Returns:
-            The larger of arithmetic and memory, and the least time of a kernel.
+        `flops_per_second` is the peak rate of products in `dtype`.
         """
         factors = self._factors.factors(kernel.name)
         if kernel.unit is Unit.INTEGER:
@@ -94,6 +75,6 @@ class GpuWork:
         return min(rate, self._element_loading_rate) if kernel.loads_elements else rate
 
     def _from_memory(self, moved_bytes: int) -> float:
-        """Bytes of the memory that take as long as these, of which the L2 cache has some."""
+        """Bytes from memory that take as long as `moved_bytes`, of which the L2 cache has some."""
         cached = min(self._cached_bytes, moved_bytes)
         return moved_bytes - cached * (1 - 1 / L2_SPEEDUP)

@@ -9,28 +9,23 @@ from brimful.devices import Device
 from brimful.trace import Category, Trace
 
 INPUT_COPY = "input_copy"
-"""The name of their time among the classes of kernels."""
+"""Name of the copies' time among the classes of kernels."""
 
 ASYNCHRONOUS_BYTES = 64 * 1024
 """Up to this size the host does not wait. Source: CUDA C++ programming guide, "Asynchronous concurrent
 execution": memory copies from host to device of a memory block of 64 KB or less."""
 
 PAGEABLE_BYTES_PER_SECOND = 7e9
-"""At which the driver copies pageable memory: one thread of the host copies it to pinned memory, piece after
-piece, so it is the host's rate and not the link's, unless the link is slower. 5.1 GB/s (pytorch/pytorch issue
-16901), 5 to 6 (rapidsai/dask-cuda pull request 98), 7.3 and 8.6 in two steps of ResNet-50 on an H100 SXM
+"""Rate at which the driver copies pageable memory: one thread of the host copies it to pinned memory, piece
+after piece, so it is the host's rate and not the link's, unless the link is slower. 5.1 GB/s (pytorch/pytorch
+issue 16901), 5 to 6 (rapidsai/dask-cuda pull request 98), 7.3 and 8.6 in two steps of ResNet-50 on an H100 SXM
 (benchmarks/results/gpu_times.json), whose link moves 55 GB/s from pinned memory."""
 
 
 def copied_input_bytes(trace: Trace) -> dict[int, int]:
-    """The bytes of a batch that ops copy from the host.
+    """Bytes of batches that ops copy from the host, by index of the op that makes the copy.
 
-    Args:
-        trace: What steps do. A batch that lies on the device is not copied, and what `prefetch_inputs` copies
-            has ops of its own.
-
-    Returns:
-        Bytes by index of the op that makes the copy.
+    A batch that lies on the device is not copied, and what `prefetch_inputs` copies has ops of its own.
     """
     copied: dict[int, int] = {}
     for storage in trace.storages:
@@ -42,17 +37,11 @@ def copied_input_bytes(trace: Trace) -> dict[int, int]:
 
 
 def input_copy_seconds(copied_bytes: NDArray[np.int64], device: Device) -> NDArray[np.float64]:
-    """How long the host and the device are both busy with copies.
+    """Seconds for which the host and a GPU are both busy with each copy, (N,).
 
     The host waits until the device has done all before the copy, and until the memory is copied (CUDA Runtime
-    API, "API synchronization behavior": a stream sync is performed before the copy is initiated).
-
-    Args:
-        copied_bytes: Of each, (N,).
-        device: A GPU.
-
-    Returns:
-        Seconds, (N,); 0 for copies that the host does not wait for.
+    API, "API synchronization behavior": a stream sync is performed before the copy is initiated). Copies that
+    the host does not wait for take 0 seconds.
     """
     rate = min(PAGEABLE_BYTES_PER_SECOND, device.host_link_bytes_per_second or PAGEABLE_BYTES_PER_SECOND)
     seconds: NDArray[np.float64] = np.where(copied_bytes > ASYNCHRONOUS_BYTES, copied_bytes / rate, 0.0)

@@ -15,7 +15,7 @@ from brimful.settings import Precision
 from brimful.trace import Op
 
 TF32 = "tf32"
-"""Follows the colon where float32 products may round to it."""
+"""Type after the colon where float32 products may round to TF32."""
 
 
 class Work(NamedTuple):
@@ -60,7 +60,7 @@ OTHER = "elementwise"
 """Ops named nowhere stream their operands: additions and products, comparisons, the optimizer's."""
 
 COPY = "copy"
-"""To another layout."""
+"""Copies to another layout."""
 
 WEIGHT_GRADIENT = "weight_gradient"
 """What a convolution's backward takes beside its arithmetic, by bytes of weights: threads add up what each
@@ -74,15 +74,7 @@ ARITHMETIC_KINDS = ("matmul", *_ARITHMETIC.values(), DEPTHWISE, IM2COL)
 
 
 def work_of(op: Op, precision: Precision) -> Work:
-    """The kind and amount of an op's work.
-
-    Args:
-        op: Its name, FLOPs, bytes and type decide.
-        precision: Whether float32 products may round to TF32.
-
-    Returns:
-        FLOPs in a type where it has any, else bytes.
-    """
+    """The kind and amount of an op's work: FLOPs in a type where it has any, else bytes."""
     if op.flops:
         named = (kind for part, kind in _ARITHMETIC.items() if part in op.name)
         dtype = TF32 if op.dtype == "float32" and precision is Precision.TF32 else op.dtype
@@ -96,7 +88,7 @@ def kind_of_bytes(base: str) -> str:
 
 
 def base_name(name: str) -> str:
-    """ "add" of "aten.add_.Tensor": without namespace, overload and the mark of writing in place."""
+    """The name of an op without namespace, overload and in-place mark: "add" of "aten.add_.Tensor"."""
     words = name.split(".")
     base = words[1] if len(words) > 1 else name
     return base if base.startswith("__") else base.rstrip("_")

@@ -5,20 +5,16 @@ from __future__ import annotations
 from brimful.trace import Phase, Trace
 
 _FUSED_ATTENTION_BACKWARD_SHARE = 4 / 5
-"""Of its five products: one makes the scores again, which is recomputing, though the kernel does it."""
+"""Share of its FLOPs that count: of five products one makes the scores again, which is recomputing, though the
+kernel does it."""
 
 
 def model_flops(trace: Trace) -> int:
-    """Floating-point operations of forward and backward over the global batch, as MFU counts them.
+    """Floating-point operations of forward and backward in one optimizer step of this rank, as MFU counts them.
 
-    Those of matmuls, convolutions and attention, two per multiply-add; attention as if no mask left anything
-    out. What is recomputed and the optimizer do not count.
-
-    Args:
-        trace: Its last captured micro-batch stands for all that were not captured.
-
-    Returns:
-        Operations in one optimizer step, of this rank.
+    Matmuls, convolutions and attention count, with two operations per multiply-add, and attention as if it had
+    no mask. What is recomputed and the optimizer do not count. The last captured micro-batch stands for all
+    that were not captured.
 
     Source: A. Chowdhery et al., PaLM (arXiv 2204.02311), appendix B.
     """

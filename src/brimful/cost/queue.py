@@ -1,4 +1,4 @@
-"""When a GPU is done that works through a queue its host fills, and waits for copies to and from the host."""
+"""When a GPU finishes a queue that its host fills, and waits for copies to and from the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class LinkOp(NamedTuple):
     """An op of the queue that has to do with copies between device and host."""
 
     position: int
-    """In the queue."""
+    """Position in the queue."""
     way: str
     """Which of the directions; the copies of each follow one another."""
     copy_seconds: float | None
-    """Of the copy that it begins; None if it waits for all that have begun in this direction."""
+    """Seconds of the copy that it begins; None if it waits for all that have begun in this direction."""
     follows: str | None = None
     """Another direction, whose copies so far end before the one that it begins."""
     host_waits: bool = False
@@ -33,11 +33,7 @@ _SYNCHRONIZING = frozenset({"nonzero", "masked_select", "_unique", "_unique2", "
 def synchronizes(base: str) -> bool:
     """Whether the host waits for the result of an op, whose size or value it needs.
 
-    Args:
-        base: Name of the op, without namespace and overload.
-
-    Returns:
-        False for ops whose results stay on the device.
+    The op's name is without namespace and overload.
 
     Source: aten/src/ATen/native/cuda/{Nonzero,Unique,IndexKernel}.cu copy numbers of elements to the host.
     """

@@ -34,10 +34,7 @@ class RecomputePrices:
     over all ops and regions that are recomputed, with 0 ≤ h ≤ 1. The dispatch modes of selective checkpointing
     have a share of their own, as most of their time is in the forward and beside ops that are not run again.
 
-    Args:
-        kept: A step with everything kept.
-        recomputed: The same step with every unit recomputed.
-        device: Where it runs.
+    `kept` is a step with everything kept, `recomputed` the same step with every unit recomputed.
     """
 
     def __init__(self, kept: Trace, recomputed: Trace, device: Device) -> None:
@@ -47,27 +44,27 @@ class RecomputePrices:
         self._host_share = 1.0 if device.kind == "cpu" else self._share(kept, recomputed)
 
     def op_seconds(self, op: Op) -> float:
-        """Of running an op again."""
+        """Seconds of running an op again."""
         if self._device.kind == "cpu":
             return self._roofline.op_seconds(op)
         work, host = self._roofline.work_seconds(op), self._roofline.host_seconds(op)
         return (1 - self._host_share) * work + self._host_share * host
 
     def region_seconds(self) -> float:
-        """Of a recomputed region, beside its ops."""
+        """Seconds of a recomputed region, beside its ops."""
         return self._host_share * region_seconds(self._device)
 
     def saving_seconds(self, op_count: int) -> float:
-        """Of saving some results of a region with `op_count` ops."""
+        """Seconds of saving some results of a region with `op_count` ops."""
         return self._saving_share * saving_seconds(self._device, op_count)
 
     def copying_seconds(self, copies: int, size_bytes: int) -> float:
-        """Of copies to the host and back, without waiting for them."""
+        """Seconds of copies to the host and back, without waiting for them."""
         host, work = copies * COPY_SECONDS, self._roofline.copy_seconds(size_bytes)
         return 2 * (self._host_share * host + (1 - self._host_share) * work)
 
     def nested_forward_seconds(self) -> float:
-        """Of a forward that runs again for a nested unit, beside its ops."""
+        """Seconds of a forward that runs again for a nested unit, beside its ops."""
         return self._host_share * NESTED_FORWARD_SECONDS
 
     @cached_property

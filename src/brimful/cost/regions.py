@@ -26,13 +26,9 @@ not idle.
 
 
 def ops_seen_by_saving(trace: Trace) -> list[bool]:
-    """By op: whether it runs in the forward of a unit of which some results are saved.
+    """Whether each op of a trace runs in the forward of a unit of which some results are saved.
 
-    Args:
-        trace: With the actions of its units.
-
-    Returns:
-        False for ops that are run again.
+    False for ops that are run again.
     """
     saving = [unit.fqn for unit in trace.settings.units if unit.action is Action.SAVE]
     if not saving:
@@ -44,30 +40,18 @@ def ops_seen_by_saving(trace: Trace) -> list[bool]:
 def saving_seconds(device: Device, op_count: int) -> float:
     """Host seconds that saving some results adds to one recomputed region, beside `region_seconds`.
 
-    Two dispatch modes see each op, saved or not: one in the forward, one in the recomputation.
-
-    Args:
-        device: Whose host runs them.
-        op_count: Ops of the region's forward, without those that only make views.
-
-    Returns:
-        Seconds of both.
+    Two dispatch modes see each op, saved or not: one in the forward, one in the recomputation. `op_count` is
+    the number of ops of the region's forward, without those that only make views.
     """
     return op_count * sum(device.dispatch.selective_seconds)
 
 
 def region_seconds(device: Device, *, stashes_rng: bool = True) -> float:
-    """Host seconds that one recomputed region adds to a micro-batch.
+    """Host seconds that one recomputed region adds to a micro-batch, beside those of its ops.
 
     On a CPU all of it delays the step. On CUDA the kernels already queued hide it as long as the host is ahead
-    of the GPU; `step_seconds` counts what is left.
-
-    Args:
-        device: Where the region runs; not calibrated, its host is taken to be as fast as the one measured.
-        stashes_rng: Whether the random state is kept for the recomputation.
-
-    Returns:
-        Seconds, beside those of the region's ops.
+    of the GPU; `step_seconds` counts what is left. The host of a device that is not calibrated is taken to be
+    as fast as the one measured.
     """
     generators = (2 if device.kind == "cuda" else 1) if stashes_rng else 0
     return device.dispatch.region_seconds + generators * device.dispatch.rng_stash_seconds

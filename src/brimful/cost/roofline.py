@@ -31,18 +31,10 @@ def modules_of_native_loops(trace: Trace) -> frozenset[str]:
 
 
 def op_seconds(op: Op, device: Device, precision: Precision = Precision.FP32) -> float:
-    """Predicted seconds of one op by itself, its launch included.
+    """Predicted seconds of one op by itself, its launch included: at least `device.launch_seconds`.
 
-    The price of one more op, such as a recomputed one. `step_seconds` lets a GPU's host run ahead, and so is
-    less than the sum of this over ops.
-
-    Args:
-        op: The op; its `flops` are 0 where arithmetic never limits.
-        device: Where it runs.
-        precision: Whether float32 matmuls may round to TF32.
-
-    Returns:
-        Seconds, at least `device.launch_seconds`.
+    This is the price of one more op, such as a recomputed one. `step_seconds` lets a GPU's host run ahead, and
+    so is less than the sum of this over ops.
     """
     return Roofline(device, precision).op_seconds(op)
 
@@ -50,10 +42,7 @@ def op_seconds(op: Op, device: Device, precision: Precision = Precision.FP32) ->
 class Roofline:
     """The rates of one device in one precision, looked up once for many ops.
 
-    Args:
-        device: Where the ops run.
-        precision: Whether float32 matmuls may round to TF32.
-        native_loops: `fqn` of modules whose ops a loop in C++ runs; see `of`.
+    `native_loops` has the `fqn` of modules whose ops a loop in C++ runs; see `of`.
     """
 
     def __init__(
@@ -103,7 +92,7 @@ class Roofline:
         return sum(seconds for _, seconds in self.work_parts(op))
 
     def work_parts(self, op: Op) -> tuple[tuple[str, float], ...]:
-        """The same by class of kernel, or on a CPU by kind of work."""
+        """Seconds of the device's own work by class of kernel, or on a CPU by kind of work."""
         if op.on_host:
             return ()
         phase = op.phase if op.phase in (Phase.OPTIMIZER, Phase.EVALUATION) else None
@@ -119,7 +108,7 @@ class Roofline:
         return 0.0 if self._gpu is None else size_bytes * self._gpu.seconds_per_byte
 
     def host_seconds(self, op: Op) -> float:
-        """Seconds of the host for one op: launch, autograd and Python by what runs it; of its own, the work."""
+        """Seconds of the host for one op: launch, autograd and Python, and the work of an op on the host."""
         link_use = LINK_USES.get(op.name)
         if link_use is not None and link_use.begins:
             return COPY_SECONDS

@@ -76,22 +76,13 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     when the GPU does, and what an op adds to that moment is its part. Waiting for a copy is forward's or
     backward's.
 
-    Args:
-        trace: What a step does. Its ops follow the decisions of `trace.device_kind`.
-        device: Where it is to run.
-
-    Returns:
-        Seconds by phase, and the types whose rate was not known.
+    The ops of the trace follow the decisions of `trace.device_kind`, wherever they are timed.
     """
     return StepTimer(trace).on(device)
 
 
 class StepTimer:
-    """Predicts a step's time on one device after another; what does not depend on the device is done once.
-
-    Args:
-        trace: What the step does.
-    """
+    """Predicts a step's time on one device after another; what does not depend on the device is done once."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -125,7 +116,7 @@ def _seconds_of(trace: Trace, timed: _TimedOps, device: Device) -> StepTime:
 
 
 def _by_class(step: _Step, seconds: float, communication: float) -> tuple[tuple[str, float], ...]:
-    """The time of a step by class; what the device's work does not explain is the host's."""
+    """Seconds of a step by class; what the device's work does not explain is the host's."""
     waited = max(seconds - sum(step.class_seconds.values()), 0.0)
     found = {**step.class_seconds, "host": waited, "communication": communication}
     longest_first = sorted(found.items(), key=lambda each: each[1], reverse=True)
@@ -133,15 +124,10 @@ def _by_class(step: _Step, seconds: float, communication: float) -> tuple[tuple[
 
 
 def least_host_update_seconds(trace: Trace, device: Device, state_bytes: int) -> float:
-    """The least by which a step is longer if its optimizer computes on the host.
+    """The least seconds by which a step is longer if its optimizer computes on the host.
 
-    Args:
-        trace: Of one rank, its optimizer on the device.
-        device: With the rate of its host's memory.
-        state_bytes: The least that an optimizer which may be chosen keeps.
-
-    Returns:
-        Seconds: state is read and written once, as are parameters, and gradients are read.
+    State is read and written once, as are parameters, and gradients are read. `trace` is of one rank, with its
+    optimizer on the device; `state_bytes` is the least that an optimizer which may be chosen keeps.
     """
     moved_bytes = 2 * state_bytes + 3 * gradient_bytes(trace)
     on_device = step_seconds(trace, device).optimizer_seconds
@@ -198,7 +184,7 @@ def _zero_rounds(settings: Settings) -> int:
 
 
 def _collective_bytes(trace: Trace) -> Iterator[float]:
-    """Data of each collective of a step, including those of micro-batches that were not captured."""
+    """Bytes of each collective of a step, including those of micro-batches that were not captured."""
     last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
     repeats = trace.settings.gradient_accumulation_steps - last_micro_batch
     for op in trace.ops:
@@ -210,7 +196,7 @@ def _collective_bytes(trace: Trace) -> Iterator[float]:
 
 
 def gradient_bytes(trace: Trace) -> int:
-    """Gradients that the ranks average in a step."""
+    """Bytes of the gradients that the ranks average in a step."""
     last = trace.captured_steps - 1
     return sum(
         storage.size_bytes
@@ -240,7 +226,7 @@ class _TimedOps:
     micro_batch: NDArray[np.int64]
     """(N,)"""
     input_bytes: NDArray[np.int64]
-    """Of the batch that the host copies to the device at each, (N,)."""
+    """Bytes of the batch that the host copies to the device at each op, (N,)."""
     is_seen: NDArray[np.bool_]
     """Whether selective checkpointing's dispatch mode sees it in the forward, (N,)."""
 
@@ -272,7 +258,7 @@ class _Step:
     """What is timed of the last captured step, in its order: ops, and the beginnings of recomputations (N)."""
 
     part: NDArray[np.int64]
-    """To which part of the step's time each counts, (N,)."""
+    """Part of the step's time to which each counts, (N,)."""
     micro_batch: NDArray[np.int64]
     """(N,)"""
     host_seconds: NDArray[np.float64]
@@ -282,9 +268,9 @@ class _Step:
     link: NDArray[np.int64]
     """An index into `_LINK_USES` where an op begins copies or waits for them, `_SYNCHRONIZES`, or -1, (N,)."""
     link_seconds: NDArray[np.float64]
-    """Of the copy that an op begins, (N,)."""
+    """Seconds of the copy that an op begins, (N,)."""
     repeated_micro_batch: int
-    """The one that stands for those not captured."""
+    """Index of the micro-batch that stands for those not captured."""
     repeats: int
     """How often it runs, at least 1."""
     class_seconds: dict[str, float]
@@ -382,15 +368,10 @@ class _Step:
 def _class_seconds(
     parts: Sequence[Sequence[tuple[str, float]]], kind: NDArray[np.int64], times: NDArray[np.int64]
 ) -> dict[str, float]:
-    """The time of kernels by class, in the order in which classes come.
+    """Seconds of kernels by class, in the order in which classes come, added up in the order of ops.
 
-    Args:
-        parts: Class and seconds of the kernels of each kind of op, (K,).
-        kind: Of each op, (N,).
-        times: How often each op happens, (N,).
-
-    Returns:
-        Seconds, added up in the order of ops.
+    `parts` has the class and seconds of the kernels of each kind of op, (K,); `kind` the kind of each op, (N,),
+    and `times` how often each op happens, (N,).
     """
     kernels = [kernel for of_kind in parts for kernel in of_kind]
     names = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in kernels))}

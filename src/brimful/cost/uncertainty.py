@@ -36,19 +36,11 @@ other work kept it busy. 15 models on two kinds of machines: medians 6 and 15 %,
 (benchmarks/results/step_time*.json); the others are assumed."""
 
 CPU_CLASS_SPREAD = 0.15
-"""Of each kind of work on a CPU, in addition. Assumed."""
+"""Standard deviation of the logarithm of each kind of work on a CPU, in addition. Assumed."""
 
 
 def time_interval(time: StepTime, device: Device) -> tuple[float, float]:
-    """The interval of a predicted time, which covers `COVERAGE`.
-
-    Args:
-        time: Of a step.
-        device: Where it was predicted.
-
-    Returns:
-        Seconds, the lower and the upper end.
-    """
+    """Lower and upper end, in seconds, of a step's predicted time on a device, which cover `COVERAGE`."""
     total = time.total_seconds
     if not total:
         return 0.0, 0.0
@@ -58,16 +50,7 @@ def time_interval(time: StepTime, device: Device) -> tuple[float, float]:
 
 
 def difference_interval(one: StepTime, other: StepTime, device: Device) -> tuple[float, float]:
-    """The interval of `one` − `other`, two steps of one model on one device.
-
-    Args:
-        one: A step.
-        other: A step of the same model with other settings.
-        device: Where both were predicted.
-
-    Returns:
-        Seconds, the lower and the upper end.
-    """
+    """Lower and upper end, in seconds, of `one` − `other`, two steps of one model on one device."""
     ones, others = dict(one.kernel_seconds), dict(other.kernel_seconds)
     more = {name: ones.get(name, 0.0) - others.get(name, 0.0) for name in dict.fromkeys((*ones, *others))}
     difference = one.total_seconds - other.total_seconds
@@ -79,31 +62,22 @@ def difference_interval(one: StepTime, other: StepTime, device: Device) -> tuple
 
 
 def least_distinguished_seconds(step_seconds: float) -> float:
-    """The least difference between two steps whose interval may exclude 0.
+    """The least difference in seconds between two steps whose interval may exclude 0.
 
-    Args:
-        step_seconds: Time of one of the steps.
-
-    Returns:
-        Seconds.
+    `step_seconds` is the time of one of the steps.
     """
     return DIFFERENCE_WIDENING * DEVIATIONS * STEP_SPREAD * step_seconds
 
 
 _BARE_SPREAD = 0.5
-"""Standard deviation of a difference of which only the sum is known, relative to it: that of the
-least certain classes."""
+"""Standard deviation of a difference of which only the sum is known, relative to it: that of the least certain
+classes."""
 
 
 def bare_difference_interval(seconds: float, step_seconds: float) -> tuple[float, float]:
-    """The interval of a difference between two steps whose kernels are not known.
+    """Lower and upper end, in seconds, of a difference between two steps whose kernels are not known.
 
-    Args:
-        seconds: The predicted difference.
-        step_seconds: Time of one of the steps.
-
-    Returns:
-        Seconds, the lower and the upper end.
+    `seconds` is the predicted difference, `step_seconds` the time of one of the steps.
     """
     deviation = math.hypot(_BARE_SPREAD * seconds, STEP_SPREAD * step_seconds)
     margin = DIFFERENCE_WIDENING * DEVIATIONS * deviation

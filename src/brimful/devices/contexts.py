@@ -22,7 +22,7 @@ Not measured: between the 114 MiB (T4) and 712 MiB (B200) that lazily loaded con
 """
 
 CUDA_CONTEXT_HIGH_BYTES = 1604 * MIB
-"""The largest one measured in `data/contexts.csv`: RTX 3090, torch 1.7.1, kernels loaded eagerly."""
+"""The largest context measured in `data/contexts.csv`: RTX 3090, torch 1.7.1, kernels loaded eagerly."""
 
 
 def cuda_context(device: Device, torch_version: str | None = None) -> CudaContext:
@@ -89,13 +89,13 @@ class _ContextRow:
     context: CudaContext
 
     def applies(self, name: str, architecture: str, version: _Version) -> bool:
-        """Whether it may be used for this GPU and this version of torch."""
+        """Whether the row may be used for this GPU and this version of torch."""
         is_of_gpu = name in self.gpus if self.gpus else self.architecture in ("", architecture)
         return is_of_gpu and self.torch_from <= version < self.torch_to
 
     @property
     def specificity(self) -> int:
-        """2 for a row of a GPU, 1 of an architecture, 0 of all."""
+        """How specific the row is: 2 for a row of a GPU, 1 of an architecture, 0 of all."""
         return 2 if self.gpus else int(bool(self.architecture))
 
 
@@ -104,14 +104,7 @@ def nearest_context(
 ) -> CudaContext:
     """The context of the most specific row that applies, or the stated default.
 
-    Args:
-        rows: Rows to choose from.
-        name: Name of the GPU, as in the table.
-        architecture: Architecture of the GPU.
-        version: Major and minor version of torch.
-
-    Returns:
-        Its size, interval and source.
+    `name` is the GPU's in the table; `version` has the major and minor version of torch.
     """
     applicable = [row for row in rows if row.applies(name, architecture, version)]
     if applicable:

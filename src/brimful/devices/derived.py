@@ -30,11 +30,12 @@ TYPICAL_CLOCK_HERTZ = 1.76e9
 82 rows of `data/gpus.csv` follow from, which a test checks."""
 
 TYPICAL_CLOCK_SPREAD = 0.25
-"""Standard deviation of the logarithm of those clocks, which a test checks."""
+"""Standard deviation of the logarithm of the clocks that rows of `data/gpus.csv` follow from, which a test
+checks."""
 
 POWER_LIMITED_SPREAD = 0.25
-"""The same for a laptop's GPU or a Max-Q card, whose clock follows from the laptop's power limit: near the
-widest of those that `data/gpus.csv` has for laptops (0.265)."""
+"""Standard deviation of the logarithm of the clock of a laptop's GPU or a Max-Q card, which follows from the
+laptop's power limit: near the widest of those that `data/gpus.csv` has for laptops (0.265)."""
 
 LEAST_LINK_BYTES_PER_SECOND = 12.3e9
 """The link to the host if it is not known: PCIe 3.0 x16, the least of `data/gpus.csv`."""
@@ -49,7 +50,7 @@ class Figures:
     memory_bandwidth_bytes_per_second: float
     compute_capability: Capability
     source: str
-    """Where these figures are from."""
+    """Source of these figures."""
     sm_count: int | None = None
     clock_hertz: float | None = None
     fp32_flops_per_second: float | None = None
@@ -75,11 +76,8 @@ class Figures:
 def derived_device(figures: Figures) -> Device:
     """The device with these figures; its source states each rule by which others were derived.
 
-    Args:
-        figures: What is known; the float32 peak or the number of multiprocessors is.
-
-    Returns:
-        A device of low confidence, or of medium confidence if no rate had to be derived.
+    The float32 peak or the number of multiprocessors must be known. The device has medium confidence if neither
+    a rate nor the multiprocessors had to be derived, else low.
     """
     rules: list[str] = []
     capability, name = figures.compute_capability, figures.name
@@ -124,7 +122,7 @@ def derived_device(figures: Figures) -> Device:
 
 
 def _by_name(figures: Figures) -> Iterator[str]:
-    """What the name decides, each as a rule."""
+    """Rules that say what the name of the GPU decides."""
     name, capability = figures.name, figures.compute_capability
     if name in {gpu for cells in read_rows("gpu_fractions.csv") for gpu in listed(cells["gpus"])}:
         yield f"fractions of the peaks that it reaches are those of the {name}, by its name"
@@ -151,7 +149,7 @@ class _TensorRates(NamedTuple):
 
 
 def _tensor_rates(figures: Figures, fp32: float, rules: list[str]) -> _TensorRates:
-    """The rates that are given; the others from them, or from the float32 peak."""
+    """The tensor rates that are given; the others from them, or from the float32 peak."""
     given = _TensorRates(
         figures.tf32_flops_per_second, figures.fp16_flops_per_second, figures.bf16_flops_per_second, 0.0
     )

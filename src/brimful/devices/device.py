@@ -21,15 +21,15 @@ HOST_UPDATE_BYTES_PER_SECOND = 25.6e9
 Half the peak of two channels of DDR4-3200, which a desktop has; assumed, not measured."""
 
 CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp, parseChosenWorkspaceSize; 8,519,680 B stand
-in public memory snapshots of Ampere cards (pytorch issue 95668)."""
+"""cuBLAS's workspace before Hopper, 8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp,
+parseChosenWorkspaceSize; 8,519,680 B stand in public memory snapshots of Ampere cards (pytorch issue 95668)."""
 
 HOPPER_CUBLAS_WORKSPACE_BYTES = 32 * MIB
-"""Compute capability 9.0 and later. Source: as above, pytorch pull request 89027; on Blackwell the default went
-back and forth (pull requests 175344, 182669)."""
+"""cuBLAS's workspace from compute capability 9.0 on. Source: torch CublasHandlePool.cpp, pytorch pull request
+89027; on Blackwell the default went back and forth (pull requests 175344, 182669)."""
 
 _THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""By compute capability; 2048 for all others."""
+"""Most threads resident on a multiprocessor, by compute capability; 2048 for all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ with its activation took 0.2 ms, six took 0.4 ms: it grows with the tensors save
 """
 
 RNG_STASH_SECONDS = 0.05e-3
-"""Host time of saving and restoring one generator's state for one region; measured as above, 0.02 to 0.06 ms.
+"""Host time of saving and restoring one generator's state for one region; measured as `REGION_SECONDS`, 0.02 to
+0.06 ms.
 
 On CUDA the device's generator is saved too; it is assumed to cost the same, not measured.
 """
@@ -72,7 +73,8 @@ Measured: `profiling.dispatch`, blocks of 17 ops and 18 views, two results of ea
 """
 
 SELECTIVE_RECOMPUTE_PER_REGION = 0.062
-"""The same of its recomputation; measured as above, 18 to 22 µs, 0.058 to 0.068 of a region."""
+"""Host time that an op takes more in the recomputation of a unit of which some results are saved, as a fraction
+of `region_seconds`; measured as `SELECTIVE_FORWARD_PER_REGION`, 18 to 22 µs, 0.058 to 0.068 of a region."""
 
 NATIVE_LOOP_SECONDS = 2.5e-6
 """Host time per op of `nn.GRU` and `nn.RNN` on an uncalibrated CPU, whose loop over time runs in C++.

@@ -21,7 +21,7 @@ _ARCHITECTURES = {
     10: "Blackwell",
     12: "Blackwell",
 }
-"""By major compute capability; 7.x and 8.9 are in `architecture_of`."""
+"""Architectures by major compute capability; 7.x and 8.9 are in `architecture_of`."""
 
 _CORES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 """Float32 units of a multiprocessor; 192 before 5.0, 128 otherwise.
@@ -80,17 +80,11 @@ def fp32_flops_per_second(capability: Capability, sm_count: int, clock_hertz: fl
 
 
 def tensor_ratios(capability: Capability, name: str) -> TensorRatios:
-    """The ratios of the rows of `data/gpus.csv` with this capability, in NVIDIA's whitepapers.
+    """Tensor rates relative to the float32 peak for a compute capability, of the slower cards that have it.
 
-    A GeForce has half the rates of a professional card where they accumulate in float32, and so have the A10G
-    and the L40. A name without "GeForce" may be either.
-
-    Args:
-        capability: Compute capability.
-        name: As the driver gives it: the GTX 16 cards have no tensor cores.
-
-    Returns:
-        Ratios to the float32 peak, of the slower cards.
+    They are those of the rows of `data/gpus.csv`, in NVIDIA's whitepapers. A GeForce has half the rates of a
+    professional card where they accumulate in float32, and so have the A10G and the L40. A name without
+    "GeForce" may be either. `name` is the driver's: the GTX 16 cards have no tensor cores.
     """
     if capability < (7, 0) or "gtx" in name.lower():
         return TensorRatios(None, None)

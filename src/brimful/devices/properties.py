@@ -17,8 +17,8 @@ SAME_MULTIPROCESSORS_FRACTION = 0.05
 or 60 on other pages), less than two cards of one name differ (RTX 3050: 18 and 20). A choice."""
 
 SAME_BANDWIDTH_FRACTION = 0.1
-"""The same for the memory's bandwidth: less than cards of one name differ (RTX 3060 Ti with GDDR6 and GDDR6X:
-448 and 608 GB/s; GTX 1650 with GDDR5 and GDDR6: 128 and 192). A choice."""
+"""By how much a card may differ from its row in the memory's bandwidth: less than cards of one name differ (RTX
+3060 Ti with GDDR6 and GDDR6X: 448 and 608 GB/s; GTX 1650 with GDDR5 and GDDR6: 128 and 192). A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

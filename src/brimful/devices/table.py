@@ -29,7 +29,8 @@ The lowest of the 58 rows with both figures and no in-memory ECC (RTX 3070: 7753
 """
 
 UNMEASURED_USABLE_FRACTION_WITH_ECC = 0.9100
-"""The same for cards whose ECC takes 1/16 of their GDDR memory: the lowest of 8 rows (T4)."""
+"""`UNMEASURED_USABLE_FRACTION` for cards whose ECC takes 1/16 of their GDDR memory: the lowest of 8 rows
+(T4)."""
 
 CUDA_LAUNCH_SECONDS = 8e-6
 """Least time per op in eager PyTorch on CUDA: the host's time to submit one, however quick the kernel.

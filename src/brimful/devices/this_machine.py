@@ -44,19 +44,14 @@ def memory_limits_bytes(
 def memory_left_bytes(
     membership: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
-    """What the limits of `memory_limits_bytes` leave now.
+    """Bytes that each memory limit of this process's control groups leaves now.
+
+    A limit that is set counts in full where the group does not report its use. `membership` and `mounts` are
+    those of `memory_limits_bytes`.
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst: the current use includes
     the cache of files, of which the inactive part is reclaimed first; `docker stats` does not count it as used
     either.
-
-    Args:
-        membership: As of `memory_limits_bytes`.
-        mounts: As of `memory_limits_bytes`.
-
-    Returns:
-        For each limit that is set, the bytes below it that are not in use; the limit itself where the group
-        does not report its use.
     """
     return [
         max(limit_bytes - _used_bytes(group, files), 0)
@@ -94,7 +89,7 @@ def _limited_groups(membership: Path, mounts: Path) -> Iterator[tuple[int, Path,
 
 
 def _used_bytes(group: Path, files: _Files) -> int:
-    """0 if the group does not report it."""
+    """Bytes that a group uses, less its inactive cache of files; 0 if the group does not report it."""
     used_bytes = 0
     with suppress(OSError, ValueError):
         used_bytes = int((group / files.use).read_text())

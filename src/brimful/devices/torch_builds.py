@@ -8,8 +8,8 @@ CHECKED_TORCH = "2.13"
 NEWEST_BUILDS_FROM = (7, 5)
 """Least compute capability of torch's builds for CUDA 12.9, 13.0 and 13.2."""
 OLDEST_BUILD_FROM = (5, 0)
-"""The same for CUDA 12.6. Source of both: torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC (torch 2.13).
-Torch 1.12 has 3.7 too (pytorch's RELEASE.md, TORCH_CUDA_ARCH_LIST)."""
+"""Least compute capability of torch's builds for CUDA 12.6. Source of both: torch/cuda/__init__.py,
+PYTORCH_RELEASES_CODE_CC (torch 2.13). Torch 1.12 has 3.7 too (pytorch's RELEASE.md, TORCH_CUDA_ARCH_LIST)."""
 
 
 def torch_builds_note(device: Device) -> str | None:

@@ -5,8 +5,8 @@ norm of the whole gradient and schedules stay brimful's. Its engine is configure
 so that it does not scale the loss, and brimful sets where a step ends. It averages over ranks, which the
 weights account for.
 
-It steps the optimizer on flat parts of all parameters, not on the parameters. That is the same for elementwise
-optimizers, and only those are accepted.
+DeepSpeed steps the optimizer on flat parts of all parameters, not on the parameters. Elementwise optimizers
+compute the same that way, and only those are accepted.
 
 Private DeepSpeed API used here: `averaged_gradients`, `all_grad_tensors`, `micro_step_id`, `clip_grad` and the
 norms of its optimizers, `_lazy_init_hp_params_optimizer_state`, `ds_tensor` of parameters (checked: DeepSpeed
@@ -48,21 +48,15 @@ ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.Adadelta,
 )
-"""Optimizers that compute each number from its own gradient and state alone. Adagrad is one too, but DeepSpeed
-makes another of it, with one group of parameters."""
+"""Optimizers that compute each number from its own gradient and state alone. Adagrad is elementwise too, but
+DeepSpeed replaces it by another Adagrad, with one group of parameters."""
 
 
 class ZeroEngine:
-    """A model and its optimizer, divided among ranks by DeepSpeed.
+    """A model and its optimizer, sharded over ranks by DeepSpeed's ZeRO of stage 1, 2 or 3.
 
-    Args:
-        model: The same on each rank, on its device, with float32 parameters.
-        optimizer: Over parameters of the model, without state.
-        parallelism: ZeRO of stage 1, 2 or 3.
-        device: This rank's own.
-
-    Raises:
-        UsageError: DeepSpeed is not installed, or cannot divide these.
+    `model` is equal on each rank, on this rank's `device`, with float32 parameters; `optimizer` has no state
+    yet. Raises `UsageError` if DeepSpeed is not installed, or cannot shard these.
     """
 
     def __init__(
@@ -102,7 +96,10 @@ class ZeroEngine:
 
     @contextmanager
     def synchronising(self, is_last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch."""
+        """Context of a micro-batch's forward and backward.
+
+        Raises `UsageError` if a trainable parameter has no gradient.
+        """
         self.engine.set_gradient_accumulation_boundary(is_last)
         self._with_gradient.clear()
         yield
@@ -115,24 +112,24 @@ class ZeroEngine:
             )
 
     def gradient_norm(self) -> Tensor:
-        """2-norm of the whole gradient of a step, the same on every rank."""
+        """2-norm of the whole gradient of a step, equal on every rank."""
         if self.stage == 3:
             from deepspeed.runtime.zero.stage3 import combine_grad_norm_groups
 
             norm = combine_grad_norm_groups(self.zero._get_norm_groups())
         else:
             norm = self.zero.scaled_global_norm()
-        return norm  # infinite where it is NaN
+        return norm  # inf where the norm is NaN
 
     def flat_parts(self) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
-        """What the optimizer steps on this rank, each with the parameters that parts of it are of."""
+        """Flat tensors that the optimizer steps on this rank, each with the parameters that it has parts of."""
         if self.stage == 3:
             yield from zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True)
         else:
             yield from zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True)
 
     def whole_state(self, parameter: nn.Parameter, flat_state: dict[str, Any]) -> dict[str, Any]:
-        """The optimizer's state of a parameter; all ranks make it together, and the first has its tensors."""
+        """A parameter's whole optimizer state; a collective call, of which only the first rank has tensors."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         is_kept = self.engine.global_rank == 0
@@ -144,7 +141,7 @@ class ZeroEngine:
         }
 
     def fill_state(self, saved: list[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-        """Put this rank's part of whole states of parameters into the state that is there."""
+        """Copy this rank's parts of parameters' whole states into the state that exists."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         if self.stage < 3:
@@ -159,21 +156,21 @@ class ZeroEngine:
                     safe_set_local_optimizer_state(parameter, self._part(parameter, value), name)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's part of a tensor that is divided as a parameter is; the last is filled up with 0."""
+        """This rank's part of a tensor that is sharded as `parameter` is; the last part is padded with 0."""
         elements = parameter.ds_tensor.ds_numel
         filled = torch.zeros(elements * self.engine.dp_world_size, dtype=value.dtype)
         filled[: value.numel()] = value.flatten()
         return filled.narrow(0, elements * self.engine.global_rank, elements)
 
     def forget_gradients(self) -> None:
-        """Leave no gradient of a step that is not taken."""
+        """Drop the gradients of a step that is not taken."""
         self.zero.zero_grad()
         for held in (self.zero.averaged_gradients, getattr(self.zero, "all_grad_tensors", {})):
             held.update(dict.fromkeys(held))
         self.zero.micro_step_id = 0 if self.stage == 3 else -1
 
     def held_tensors(self) -> Sequence[Tensor]:
-        """What is held between steps beside parameters, as far as this rank has them, and optimizer state."""
+        """Tensors of this rank that are held between steps, beside parameters and optimizer state."""
         held = [flat for flat, _parameters in self.flat_parts()] if self.stage < 3 else []
         if self.stage == 3:
             held += [self.zero.grad_partitions_flat_buffer]
@@ -195,11 +192,8 @@ class ZeroOptimizer(Optimizer):
     """The job's optimizer over the model's parameters, while DeepSpeed steps it in parts.
 
     Its groups are the user's and the schedule's to change. Its state is saved and loaded as that of the
-    optimizer alone: whole tensors by parameter.
-
-    Args:
-        engine: Steps it.
-        inner: The optimizer, before DeepSpeed puts flat parts in place of its parameters.
+    optimizer alone: whole tensors by parameter. `inner` is the job's optimizer before DeepSpeed replaces its
+    parameters by flat parts.
     """
 
     def __init__(self, engine: ZeroEngine, inner: Optimizer) -> None:
@@ -217,11 +211,11 @@ class ZeroOptimizer(Optimizer):
         self._engine.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave no gradient."""
+        """Drop all gradients."""
         self._engine.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer alone would give it; all ranks make it together, and the first has its tensors."""
+        """The state as of the optimizer alone; a collective call, of which only the first rank has tensors."""
         numbers = self._numbers()
         return {
             "state": {
@@ -238,14 +232,10 @@ class ZeroOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer over the same parameters, sharded or not.
+        """Load the whole state, on the host, of an optimizer over the same parameters, sharded or not.
 
-        Args:
-            state_dict: The whole state, on the host.
-
-        Raises:
-            ValueError: The state is of other parameters, or parameters that DeepSpeed steps together have
-                different step counts.
+        Raises `ValueError` if the state is of other parameters, or parameters that DeepSpeed steps together
+        have different step counts.
         """
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(g["params"]) for g in self.param_groups]:
@@ -268,10 +258,8 @@ class _SavedByName(AbstractContextManager[None]):
     """Within, autograd saves a reference to a gathered parameter instead of the gathered memory.
 
     A linear layer saves a transposed view of its weight, which would keep the gathered memory until backward.
-    DeepSpeed gathers the parameter again before the layer's backward; then the view is created again.
-
-    Args:
-        model: A model whose parameters DeepSpeed shards, with DeepSpeed's hooks.
+    DeepSpeed gathers the parameter again before the layer's backward; then the view is created again. `model`
+    has DeepSpeed's hooks already.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -313,13 +301,9 @@ def _place(tensor: Tensor) -> int:
 
 
 class WholeZeroModel(nn.Module):
-    """The parameters and buffers of a model whose parameters DeepSpeed divides, whole and on the host.
+    """The parameters and buffers of a model whose parameters DeepSpeed shards, whole and on the host.
 
-    All ranks make it together; only the first keeps what it gathers.
-
-    Args:
-        model: Divided.
-        is_kept: Whether this is the first.
+    Construction is collective; only the first rank, where `is_kept` is true, keeps what it gathers.
     """
 
     def __init__(self, model: nn.Module, *, is_kept: bool) -> None:
@@ -337,12 +321,12 @@ class WholeZeroModel(nn.Module):
             self._whole[plain_name(name)] = gathered[id(parameter)]
 
     def state_dict(self, *_arguments: Any, **_options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As the model's own, of whole tensors."""
+        """The model's own `state_dict`, with whole tensors."""
         return self._whole
 
 
 _NUMBERS = ("step", "mu_product")
-"""State of optimizers that does not have the shape of its parameter."""
+"""Entries of optimizers' states that do not have the shape of their parameter."""
 
 
 def _is_flat(name: str, value: Any) -> bool:
@@ -354,7 +338,7 @@ def _on_host(value: Tensor, *, is_kept: bool) -> Tensor:
 
 
 def _empty_state(flat: Tensor, saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a flat part, its numbers those of its parameters and all else zero."""
+    """The state of a flat part: its numbers are those of its parameters, its tensors zero."""
     numbers = [{name: float(each[name]) for name in _NUMBERS if name in each} for each in saved]
     if any(each.keys() != saved[0].keys() for each in saved) or any(each != numbers[0] for each in numbers):
         raise ValueError("its parameters have taken other numbers of steps each, which DeepSpeed cannot resume")
@@ -381,8 +365,8 @@ def _check_divisible(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _deepspeed(device: torch.device) -> ModuleType:
-    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it takes the GPU of a machine that has one
-    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, and it is asked for
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else DeepSpeed takes a GPU if there is one
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, and DeepSpeed reads it
     try:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -398,17 +382,17 @@ def _deepspeed(device: torch.device) -> ModuleType:
             f"DeepSpeed computes on {found!r} in this process, and this run on {device.type!r}. Set "
             f"DS_ACCELERATOR={device.type} before it is imported."
         )
-    # of use to its inference alone, and compiled by each process that makes a process group on a CPU
+    # only DeepSpeed's inference uses it, and each process that makes a process group on a CPU compiles it
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
-    )  # its own calls
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it reports each of its parts
+    )  # DeepSpeed's own calls
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # DeepSpeed reports each of its parts
     return deepspeed
 
 
 def _config(model: nn.Module, parallelism: Parallelism) -> dict[str, Any]:
-    """DeepSpeed's configuration: shard as the stage requires, and nothing else."""
+    """DeepSpeed's configuration, with only the sharding that the stage requires."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

@@ -1,13 +1,13 @@
 """FSDP2 on a model: each rank has its part of every parameter, and gathers a unit's while the unit runs.
 
-It is laid around whatever is computed with the model, not around the model, so that what computes is given the
-model itself, with all its methods and attributes.
+FSDP2 wraps what is computed with the model, not the model, so that the computation is given the model itself,
+with all its methods and attributes.
 
-Gradients are averaged and divided after each micro-batch, not after the last alone: else each rank would hold
-all of them meanwhile, which is what FSDP2 is taken to avoid.
+Gradients are reduced and sharded after each micro-batch, not only after the last: else each rank would hold
+all of them meanwhile, which FSDP2 is used to avoid.
 
-What is gathered with the whole model is held from its forward to the end of backward in any case: it would be
-gathered again at once.
+Parameters that are gathered with the whole model are held from its forward to the end of backward in any case:
+they would be gathered again at once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Shard = Callable[[nn.Module, DeviceMesh], object]
 
 
 class Sharded:
-    """A model whose parameters are divided among ranks.
+    """A model whose parameters are sharded over ranks.
 
     Args:
-        model: The same on each rank. Its parameters become parts of themselves (`DTensor`), so an optimizer is
-            to be made afterwards.
+        model: Equal on each rank. Its parameters are replaced by shards (`DTensor`), so an optimizer has to be
+            made afterwards.
         mesh: The ranks, in one dimension.
         settings: Say what is gathered when.
         shard: `Job.shard`, in place of `sharded_units`; then `compute` is to call the model itself.
 
     Raises:
-        UsageError: `shard` leaves out the model itself, settings ask for what it decides, blocks share
-            parameters, or BatchNorm's would be of another type than its statistics.
+        UsageError: `shard` omits the model itself, settings ask for what it decides, blocks share parameters,
+            or BatchNorm's would be of another type than its statistics.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Sharded:
 
 
 def _sharded_by_blocks(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> nn.Module:
-    """The root of a model whose repeated blocks are gathered one by one, and all else with the root."""
+    """Shard a model so that its repeated blocks are gathered one by one, and all else with the root."""
     if settings.param_dtype is not None:
         _check_statistics(model)
     policies: dict[str, Any] = {"mp_policy": _precision_policy(settings)}
@@ -89,7 +89,7 @@ def _sharded_by_blocks(model: nn.Module, mesh: DeviceMesh, settings: Settings) -
 
 
 def _check_own_calls(settings: Settings) -> None:
-    """Refuse what `Job.shard` decides by its arguments of `fully_shard`."""
+    """Refuse settings that `Job.shard` decides by its arguments of `fully_shard`."""
     arguments = {
         f"param_dtype={settings.param_dtype!r}": (
             settings.param_dtype is not None, "mp_policy=MixedPrecisionPolicy(param_dtype=…)"
@@ -109,7 +109,7 @@ def _call_with(model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
 
 
 class Around(nn.Module):
-    """A model, and as its forward whatever is computed with it."""
+    """A model whose forward runs any computation with it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -121,14 +121,7 @@ class Around(nn.Module):
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Check that an optimizer can update divided parameters.
-
-    Args:
-        optimizer: Over parts.
-
-    Raises:
-        UsageError: It cannot.
-    """
+    """Raise `UsageError` if an optimizer cannot update sharded parameters."""
     if isinstance(optimizer, torch.optim.Adafactor):
         raise UsageError(
             "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
@@ -142,7 +135,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def _check_statistics(model: nn.Module) -> None:
-    """BatchNorm's kernels want parameters of the type of its running statistics, which nothing casts."""
+    """Refuse BatchNorm: its kernels require parameters of the type of its statistics, which nothing casts."""
     for fqn, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.weight is not None and module.running_mean is not None:
             raise UsageError(
@@ -152,7 +145,7 @@ def _check_statistics(model: nn.Module) -> None:
 
 
 def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
-    """Autocast stays on too, so that ops it runs in float32 still do, on the gathered parameters."""
+    """FSDP2's precision policy. Autocast stays on too, so that ops it runs in float32 still do."""
     if settings.param_dtype is None:
         return MixedPrecisionPolicy()
     gathered = getattr(torch, settings.param_dtype)
@@ -162,12 +155,8 @@ def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
 def sharded_units(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters FSDP2 gathers together: a model's repeated blocks.
 
-    Args:
-        model: Any module.
-
-    Returns:
-        Of each outermost list or sequence that has several children of one class with parameters, those
-        children; all else is gathered with the whole model. Empty where nothing is repeated.
+    They are the children of each outermost list or sequence that has several children of one class with
+    parameters; all else is gathered with the whole model. Empty if nothing is repeated.
     """
     found: list[nn.Module] = []
     for child in model.children():

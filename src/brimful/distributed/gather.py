@@ -1,4 +1,4 @@
-"""Parts of tensors, as FSDP2 leaves on each rank, to whole ones for weights, and back.
+"""Gathers the shards that FSDP2 leaves on each rank into whole tensors for weights, and shards optimizer state.
 
 Private torch API used: `DTensor.__create_chunk_list__`, `DTensor._spec` (checked: torch 2.13).
 """
@@ -20,17 +20,11 @@ from brimful.module_names import plain_namer
 
 
 class WholeModel(nn.Module):
-    """The parameters and buffers of a model whose parameters are divided over ranks, whole.
+    """The whole parameters and buffers of a model whose parameters are sharded over ranks.
 
-    All ranks make it together, a tensor at a time. The first writes each to a file and keeps that mapped, so
-    that no rank needs memory for more than one of them.
-
-    Args:
-        model: Sharded.
-        folder: Of the first rank, for the files, which are gone from it before this ends; None on the others.
-
-    Raises:
-        SaveError: A file could not be written.
+    Construction is collective, a tensor at a time. The first rank writes each to a file in `folder` and keeps
+    it mapped, so that no rank needs memory for more than one of them. The files have no name any more when
+    construction ends; `folder` is None on the other ranks. Raises `SaveError` if a file could not be written.
     """
 
     def __init__(self, model: nn.Module, folder: Path | None) -> None:
@@ -60,12 +54,12 @@ class WholeModel(nn.Module):
             raise SaveError(f"the weights could not be gathered into {folder}: {failure}.") from failure
 
     def state_dict(self, *_arguments: Any, **_options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """As the model's own, of whole tensors."""
+        """The model's own `state_dict`, with whole tensors."""
         return self._whole
 
 
 def _mapped(tensor: Tensor, path: Path) -> Tensor:
-    """A tensor's values in a file that has no name any more, and is gone with what is returned."""
+    """A tensor's values in a mapped file that has no name any more, and is freed with the returned tensor."""
     if tensor.numel() == 0:
         return tensor.cpu()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,14 +73,9 @@ def _mapped(tensor: Tensor, path: Path) -> Tensor:
 
 
 def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state with what is divided as its parameters are.
+    """An optimizer's saved state, sharded as its parameters are, so that the optimizer can load it.
 
-    Args:
-        optimizer: Over parameters that may be parts.
-        state: Its `state_dict`, of whole tensors on the host or parts.
-
-    Returns:
-        What it can load; no rank needs to speak to another for it.
+    `state` has whole tensors on the host, or shards. No communication between ranks is needed.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 

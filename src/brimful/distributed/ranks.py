@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _MOST_PORT = 2**16 - 1
 _MOST_DIGITS = 10
-"""Digits of a number in the environment; no launcher has that number of ranks."""
+"""Digits from which a number in the environment is refused; no launcher has that number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Ranks:
     def micro_batches(
         self, batch: Batch, micro_batch_size: int, layout: BatchLayout
     ) -> list[tuple[Batch, bool]]:
-        """This rank's part of a global batch, in micro-batches; ranks run in step, each with the same number.
+        """This rank's part of a global batch, in micro-batches; every rank has the same number of them.
 
         Args:
-            batch: The global batch on the host, the same on every rank.
+            batch: The global batch on the host, equal on every rank.
             micro_batch_size: Maximum samples per micro-batch.
             layout: Finds the batch's samples.
 
@@ -117,22 +117,15 @@ class Ranks:
                 dist.broadcast(part.detach(), src=0)
 
     def with_room(self, action: Callable[[], T], *, during: str) -> T:
-        """What an action returns that all ranks do together; alone, called once more where memory runs out.
+        """Run an action that all ranks run together; in a single process, run it once more if memory runs out.
 
-        Args:
-            action: As `with_room` takes it, but that it may wait for other ranks.
-            during: As `with_room` takes it.
-
-        Returns:
-            What the action returned.
-
-        Raises:
-            OutOfMemoryError: Memory ran out in both calls.
+        `action` and `during` are those of `out_of_memory.with_room`, but `action` may wait for other ranks.
+        Raises `OutOfMemoryError` if memory ran out in both calls.
         """
         return action() if self.is_distributed else with_room(action, during=during)
 
     def apart(self) -> Ranks:
-        """The same ranks with separate connections, for another thread."""
+        """These ranks with separate connections, for another thread."""
         return self if not self.is_distributed else replace(self, group=dist.new_group(backend="gloo"))
 
     def barrier(self) -> None:
@@ -141,7 +134,7 @@ class Ranks:
 
 
 SINGLE = Ranks()
-"""One process."""
+"""The rank of a run in one process."""
 
 
 def ranks_launched() -> int:
@@ -171,7 +164,7 @@ def current_rank() -> int:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """The GPU by its index: where none is named, this rank's own, or the current one of a single rank."""
+    """A device with its GPU's index; without one, this rank's own GPU, or a single rank's current one."""
     if device.type != "cuda" or device.index is not None:
         return device
     if ranks_launched() > 1:
@@ -180,11 +173,7 @@ def local_device(device: torch.device) -> torch.device:
 
 
 def check_launch() -> None:
-    """Check that a launcher set all environment variables by which the ranks connect.
-
-    Raises:
-        UsageError: One is missing or nonsense.
-    """
+    """Raise `UsageError` unless a launcher set valid environment variables by which the ranks connect."""
     count = ranks_launched()
     if count == 1 or dist.is_initialized():
         return
@@ -205,17 +194,10 @@ def check_launch() -> None:
 
 @contextmanager
 def init_distributed(device: torch.device) -> Iterator[Ranks]:
-    """Within, the ranks of a launcher are connected; alone where there is no launcher.
+    """Context in which the ranks of a launcher are connected; a single rank where there is no launcher.
 
-    Args:
-        device: This rank's own.
-
-    Yields:
-        The ranks. A process group that is there already is used, and stays.
-
-    Raises:
-        UsageError: The launcher's environment variables are incomplete.
-        TrainingError: The ranks cannot connect.
+    `device` is this rank's own. A process group that exists already is used, and stays. Raises `UsageError` if
+    the launcher's environment variables are incomplete, `TrainingError` if the ranks cannot connect.
     """
     if ranks_launched() == 1:
         yield SINGLE
@@ -234,13 +216,13 @@ def init_distributed(device: torch.device) -> Iterator[Ranks]:
                 f"rank {current_rank()} cannot connect to the others at {where}: {reason}"
             ) from error
     try:
-        group = None if is_own else dist.new_group(backend="gloo")  # another's may be for GPUs alone
+        group = None if is_own else dist.new_group(backend="gloo")  # an existing group may be for GPUs alone
         yield Ranks(rank=dist.get_rank(), count=dist.get_world_size(), group=group)
     finally:
         if is_own:
             dist.destroy_process_group()
-            # What is left of it in cycles goes now, not with the interpreter: there a thread that asks for the
-            # interpreter is ended, and C++ ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
+            # Reference cycles are collected now, not when the interpreter exits: then a thread that asks for
+            # the interpreter is ended, and C++ ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
             gc.collect()
 
 
@@ -261,14 +243,7 @@ def _connect(device: torch.device) -> None:
 
 
 def check_ranks(asked: int) -> None:
-    """Check that the number of launched ranks is the world size of the settings.
-
-    Args:
-        asked: World size of the settings.
-
-    Raises:
-        UsageError: The numbers differ.
-    """
+    """Raise `UsageError` unless the number of launched ranks is `asked`, the world size of the settings."""
     found = ranks_launched()
     if found == asked:
         return

@@ -1,7 +1,7 @@
 """How ranks train one model: alone, by DDP, by FSDP2, by DeepSpeed's ZeRO.
 
-All are laid around whatever is computed with the model, not around the model: so a job's loss is given the
-model itself, with all its methods and attributes, and they see all that it computes.
+Each of these wraps what is computed with the model, not the model: so a job's loss is given the model itself,
+with all its methods and attributes, and the wrapper sees all that is computed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ T = TypeVar("T")
 
 
 class DataParallel:
-    """Data-parallel behaviour of a step; this base class is for a single rank.
-
-    Args:
-        job: Provides the loss.
-    """
+    """Data-parallel behaviour of a step; this base class is for a single rank."""
 
     is_sharded = False
     saves_parts = False
@@ -50,7 +46,7 @@ class DataParallel:
         return self._job.loss(model, batch)
 
     def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
-        """A context for forward and backward of a micro-batch: DDP reduces gradients only in the last one."""
+        """Context for a micro-batch's forward and backward: DDP reduces gradients only in the last one."""
         return nullcontext()
 
     def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
@@ -58,22 +54,16 @@ class DataParallel:
         return compute(model)
 
     clip: Callable[[Optimizer, float | None], Tensor] | None = None
-    """As `run_step` takes it."""
+    """Clips gradients, as `StepHooks.clip`; None clips those of the parameters."""
 
     def divided(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that steps the parameters, made from a new one."""
         return optimizer
 
     def whole_model(self, model: nn.Module, folder: Path | None) -> nn.Module:
-        """The model with unsharded tensors; a collective call.
+        """A module with the model's `state_dict` of unsharded tensors; a collective call.
 
-        Args:
-            model: The model in training.
-            folder: Folder for files of gathered tensors on the first rank, which keeps them; None on the
-                others.
-
-        Returns:
-            A module with the whole `state_dict`.
+        `folder` is for files of gathered tensors on the first rank, which keeps them; None on the others.
         """
         return model
 
@@ -169,7 +159,7 @@ class _Zero(DataParallel):
         assert self._engine is not None
 
         def compute(inner: nn.Module) -> Tensor:
-            with autocast(inner, self._settings.precision):  # DeepSpeed turns off what is around it
+            with autocast(inner, self._settings.precision):  # DeepSpeed disables an outer autocast
                 return self._job.loss(inner, batch)
 
         return self._engine.loss(compute)
@@ -179,7 +169,7 @@ class _Zero(DataParallel):
         return self._engine.synchronising(is_last)
 
     def clip(self, optimizer: Optimizer, max_norm: float | None) -> Tensor:
-        """Leave clipping to DeepSpeed's step, which takes the same norm."""
+        """Set the norm for DeepSpeed's step, which clips by it, and return the gradient's norm."""
         assert self._engine is not None
         self._engine.optimizer.max_norm = max_norm
         return self._engine.gradient_norm()
@@ -206,21 +196,11 @@ class _Zero(DataParallel):
 def data_parallel(
     job: Job, model: nn.Module, settings: Settings, device: torch.device, ranks: Ranks
 ) -> DataParallel:
-    """Let the ranks train as one.
+    """The data-parallel behaviour of a step under the settings.
 
-    Args:
-        job: Its loss.
-        model: On the device, the same on each rank. Under FSDP2 its parameters become parts of themselves, so
-            the optimizer is to be made afterwards.
-        settings: Say how.
-        device: This rank's own.
-        ranks: All of them.
-
-    Returns:
-        What the steps are to use.
-
-    Raises:
-        UsageError: The settings do not go together.
+    `model` is on this rank's `device`, equal on each rank. Under FSDP2 its parameters are replaced by shards,
+    so the optimizer has to be made afterwards. Raises `UsageError` if the settings or the model cannot be
+    trained this way.
     """
     if not ranks.is_distributed:
         return DataParallel(job)

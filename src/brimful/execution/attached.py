@@ -1,7 +1,8 @@
 """Tensors that libraries attach to their own classes of parameters, such as the scales of quantised weights.
 
-They are neither parameters nor buffers, but are on the device as long as the model is. In bitsandbytes 0.50,
-these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward on, `Linear8bitLt.state`.
+Attached tensors are neither parameters nor buffers, but are on the device as long as the model is. In
+bitsandbytes 0.50, these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward on,
+`Linear8bitLt.state`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from brimful.errors import UsageError
 from brimful.wrapper_tensors import is_wrapper_tensor, remade, with_inner_tensors
 
 ATTRIBUTES = "_brimful_attributes"
-"""Attribute of a fake parameter: names of those that it has from the real one."""
+"""Attribute of a fake parameter: names of the attributes that it has from the real one."""
 
 
 def is_of_library(parameter: Tensor | None) -> bool:
@@ -33,14 +34,9 @@ def is_of_library(parameter: Tensor | None) -> bool:
 
 
 def attached_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The attached tensors of a model, real or fake.
+    """Attached tensors of a model, real or fake, by name of parameter or module and the path from there.
 
-    Args:
-        model: Any module.
-
-    Returns:
-        By the name of parameter or module and the path from there; each storage once, none that is a
-        parameter's or a buffer's.
+    Each storage is there once, and none that is a parameter's or a buffer's.
     """
     known = {
         tensor.untyped_storage()._cdata
@@ -57,7 +53,7 @@ def attached_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As `attached_tensors`, and those that share a storage too."""
+    """The tensors of `attached_tensors`, and those that share a storage too."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         owned = {
@@ -72,14 +68,7 @@ def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied_model(model: nn.Module) -> nn.Module:
-    """A copy of a model, also of its quantised weights; torchao's `NF4Tensor` would quantise again (0.18).
-
-    Args:
-        model: Any module.
-
-    Returns:
-        What `copy.deepcopy` makes otherwise.
-    """
+    """A deep copy of a model and its quantised weights; torchao's `NF4Tensor` would quantise again (0.18)."""
     tensors = filter(is_wrapper_tensor, (*model.parameters(), *model.buffers()))
     copied = copy.deepcopy(
         model, {id(tensor): remade(tensor, lambda inner: inner.detach().clone()) for tensor in tensors}
@@ -89,7 +78,7 @@ def copied_model(model: nn.Module) -> nn.Module:
 
 
 def _share_attached(original: nn.Module, copied: nn.Module) -> None:
-    """Let a copy of a model share attached objects between parameter and module as the original does.
+    """Share attached objects between parameters and modules of a copy as the original does.
 
     bitsandbytes' parameters copy what is attached to them by themselves, so that modules have a second one.
     """
@@ -109,16 +98,11 @@ def _share_attached(original: nn.Module, copied: nn.Module) -> None:
 
 
 def stay_trainable(model: nn.Module) -> None:
-    """Let layers with 4-bit weights train after they were evaluated on a CPU.
+    """Keep layers with 4-bit weights trainable after they are evaluated on a CPU, by a change of the layers.
 
     On CPUs with AVX512-BF16, an evaluation in bitsandbytes packs their weights for a kernel without a gradient,
-    and leaves them so. Then training has no gradients, without an error. Here they are not packed.
-
-    Args:
-        model: Its layers are changed.
-
-    Raises:
-        UsageError: Weights are packed already.
+    and leaves them so. Then training has no gradients, without an error. Here they are not packed. Raises
+    `UsageError` if weights are packed already.
 
     Source: bitsandbytes/nn/modules.py, Linear4bit.forward; autograd/_functions.py, matmul_4bit (0.50.2).
     """
@@ -134,14 +118,7 @@ def stay_trainable(model: nn.Module) -> None:
 
 
 def parameter_count(parameters: Iterable[Tensor]) -> int:
-    """Number of parameters, of which two or more may be packed into one element of a 4-bit weight.
-
-    Args:
-        parameters: Real or fake ones.
-
-    Returns:
-        The number before they were quantised.
-    """
+    """Number of parameters before quantisation; a 4-bit weight packs two or more into one element."""
     return sum(math.prod(getattr(getattr(p, "quant_state", None), "shape", p.shape)) for p in parameters)
 
 
@@ -151,19 +128,12 @@ def is_quantization_metadata(name: str) -> bool:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """`model.load_state_dict(state, strict=False)`, which loads what quantised weights consist of too.
+    """`model.load_state_dict(state, strict=False)`, which also loads the parts of quantised weights.
 
-    bitsandbytes' `Linear4bit` writes scales into `state_dict` and does not read them (0.50.2).
-
-    Args:
-        model: Its weights are quantised already.
-        state: By the names of `model.state_dict`, with the inner tensors of those that are made of others.
-
-    Returns:
-        The missing names and the unexpected ones.
-
-    Raises:
-        RuntimeError: A tensor has another shape.
+    bitsandbytes' `Linear4bit` writes scales into `state_dict` and does not read them (0.50.2). The model's
+    weights are quantised already. `state` has the names of `model.state_dict`, with the inner tensors of those
+    that are made of others. Returns the missing and the unexpected names; raises `RuntimeError` if a tensor has
+    another shape.
     """
     own = model.state_dict()
     made = {name: value for name, value in own.items() if is_wrapper_tensor(value)}
@@ -189,7 +159,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], l
 
 
 def _copy_alike(targets: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Copy what is there, if all of it has the right shape."""
+    """Copy the entries of `state` that have a target, if all of them have its shape."""
     found = {name: state[name] for name in targets if name in state}
     for name, value in found.items():
         if value.shape != targets[name].shape:
@@ -203,12 +173,12 @@ def _copy_alike(targets: Mapping[str, Tensor], state: Mapping[str, Any]) -> None
 
 
 def public_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers, modules and hooks."""
+    """Attributes of a module, other than parameters, buffers, modules and hooks."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}
 
 
 def _attributes_of(parameter: Tensor) -> dict[str, Any] | None:
-    """What a library attached to a parameter; None for one of torch's own."""
+    """Attributes that a library attached to a parameter; None for a parameter of torch's own class."""
     if is_of_library(parameter):
         return vars(parameter)
     names = getattr(parameter, ATTRIBUTES, None)

@@ -1,6 +1,6 @@
-"""State that a forward pass changes, such as BatchNorm's running statistics, as it was before a step.
+"""Snapshots of state that a forward pass changes, such as BatchNorm's running statistics, before a step.
 
-It is buffers, frozen parameters (a momentum teacher's) and what modules hold as attributes.
+The state is buffers, frozen parameters (a momentum teacher's) and what modules hold as attributes.
 
 Private torch API used here: `_NormBase`, the class of all layers with running statistics, `Module._buffers`,
 `Module._parameters` and `Module._modules` (checked: 2.13).
@@ -23,14 +23,10 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferSnapshot:
-    """Keeps what a step's forward passes may change, until it is known that the step is good.
+    """Keeps what a step's forward passes may change, until the step has succeeded.
 
-    Only what is known to change is copied; in the first step that is everything but frozen parameters that take
-    more than the others.
-
-    Args:
-        model: Its state.
-        buffers_only: Leave out frozen parameters and attributes.
+    Only what is known to change is copied; in the first step that is everything, except frozen parameters if
+    they take more memory than the others. `buffers_only` omits frozen parameters and attributes.
     """
 
     def __init__(self, model: nn.Module, *, buffers_only: bool = False) -> None:
@@ -42,15 +38,11 @@ class BufferSnapshot:
         """Attributes and frozen parameters that forwards were seen to change; None: that is not known yet."""
         self._changing: set[_Place] | None = None
         self._modules: Sequence[nn.Module] = ()
-        """Those that were there before the step; none between steps."""
+        """Modules that existed before the step; none between steps."""
         self._kept: list[_Kept] = []
 
     def take(self, modules: Sequence[nn.Module] | None = None) -> None:
-        """Copy the buffers.
-
-        Args:
-            modules: All modules of the model, if they are known.
-        """
+        """Copy the buffers; `modules` are all modules of the model, None if they are not known."""
         modules = modules_of(self._model) if modules is None else modules
         kept = [
             _Kept(
@@ -66,7 +58,7 @@ class BufferSnapshot:
         self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
 
     def release(self) -> None:
-        """The step is good: learn which buffers change, and drop the copies."""
+        """After a step that succeeded: learn which buffers change, and drop the copies."""
         if self._changing is None:
             # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
             self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
@@ -76,10 +68,9 @@ class BufferSnapshot:
         self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:
-        """The step is not good: give the buffers back the values that were copied, if there are any.
+        """After a step that failed: restore the values that were copied, if there are any.
 
-        Raises:
-            PartialUpdateError: One changed that never did before, and has no copy.
+        Raises `PartialUpdateError` if a buffer changed that never did before, and has no copy.
         """
         made = {place for place, _ in self._state(self._modules)} - {kept.place for kept in self._kept}
         lost = [kept.place for kept in self._kept if kept.values is None and kept.is_written()]
@@ -108,7 +99,7 @@ class BufferSnapshot:
         if isinstance(buffer, nn.Parameter) and (self._changing is None or place not in self._changing):
             return None
         if self._changing is None:
-            return buffer.detach().to("cpu", copy=True)  # of all, once: no plan counts that on a GPU
+            return buffer.detach().to("cpu", copy=True)  # all buffers, once: no plan counts that on a GPU
         return buffer.detach().clone() if place in self._changing else None
 
     def _state(self, modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
@@ -127,22 +118,22 @@ class _Kept:
     values: Tensor | None
 
     def has_changed(self) -> bool:
-        """Whether there is another buffer now, or other values in it."""
+        """Whether the module has another buffer now, or the buffer has other values."""
         module, name = self.place
         of_module = module._buffers if name in module._buffers else module._parameters
         return of_module.get(name) is not self.buffer or self.is_written()
 
     def differs(self) -> bool:
-        """Whether it may have other values; kernels of norms write statistics without a new version."""
+        """Whether the buffer may have other values; kernels of norms write statistics without a new version."""
         return self.is_written() or isinstance(self.place[0], _NormBase)
 
     def is_written(self) -> bool:
-        """Whether there are other values in it."""
+        """Whether the buffer has been written to."""
         return self.buffer is not None and self.buffer._version != self.version
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """All modules in a model, in any order; `Module.modules`, which keeps their order, takes thrice as long."""
+    """All modules in a model, in any order; `Module.modules`, which keeps the order, takes 3 times as long."""
     found: dict[int, nn.Module] = {}
     pending = [model]
     while pending:
@@ -154,7 +145,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
-    """Every buffer and where it is. (Names from the root would take as long again, and are not needed.)"""
+    """Every buffer and its place. (Names from the root would take as long again, and are not needed.)"""
     for module in modules:
         for name, buffer in module._buffers.items():
             yield (module, name), buffer

@@ -1,14 +1,14 @@
 """Losses that couple the samples of a batch, such as contrastive ones, computed a micro-batch at a time.
 
-Such a loss L is one of what each sample was made into, its embedding e, and not a mean over samples: if it were
-computed for each micro-batch, that would be contrasted with itself alone. But only L needs all samples at once.
-By the chain rule
+Such a loss L is a function of the embeddings e of all samples, not a mean over samples: computed for each
+micro-batch, it would contrast that micro-batch with itself alone. But only L needs all samples at once. By the
+chain rule
 
     dL/dw = Σ over samples  dL/de · de/dw
 
-so a step first makes all embeddings without gradients, micro-batch by micro-batch; then L and dL/de, which are
-small; then each micro-batch's forward once more, with the same random numbers and buffers, and its backward
-from dL/de. What is computed is that of the whole batch at once, for one forward more.
+so a step first computes all embeddings without gradients, micro-batch by micro-batch; then L and dL/de, which
+are small; then each micro-batch's forward once more, with the same random numbers and buffers, and its backward
+from dL/de. The result is that of the whole batch at once, for one forward more.
 
 Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
 (2021), arXiv:2101.06983.
@@ -40,28 +40,20 @@ from brimful.trace import Phase
 
 @dataclass(frozen=True, slots=True)
 class CoupledLoss:
-    """A loss of the embeddings of all samples; called like any other, it is that of one batch at once."""
+    """A loss of the embeddings of all samples; a call computes it for one batch at once."""
 
     embed: Callable[[nn.Module, Batch], Any]
     of_embeddings: Callable[[Any], Tensor]
     layout: BatchLayout
-    """How the samples of its batches are found."""
+    """Finds the samples of its batches."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The loss of a batch at once.
-
-        Args:
-            model: Embeds it.
-            batch: On the model's device.
-
-        Returns:
-            A scalar.
-        """
+        """The loss of a batch at once, a scalar; `batch` is on the model's device."""
         return self.of_embeddings(self.embed(model, batch))
 
 
 def loss_of(job: Job) -> Callable[[nn.Module, Batch], Tensor]:
-    """A job's loss as `loss(model, batch)`; a `CoupledLoss` if it says how it embeds."""
+    """A job's loss as `loss(model, batch)`; a `CoupledLoss` if the job has `embed`."""
     return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss, layout_of(job))
 
 
@@ -76,15 +68,7 @@ def embeds_twice(job: Job, micro_batches: Sequence[Batch]) -> bool:
 
 
 def check_coupled(job: Job, settings: Settings) -> None:
-    """Check that a job whose loss couples the samples can be trained under some settings.
-
-    Args:
-        job: Any job; others pass.
-        settings: The settings.
-
-    Raises:
-        UsageError: It cannot be trained under them.
-    """
+    """Raise `UsageError` if a job's coupled loss cannot be trained under some settings; other jobs pass."""
     if job.embed is None:
         return
     if settings.world_size > 1:
@@ -114,20 +98,20 @@ def accumulate_coupled(
     """Add the gradients of a coupled loss of a global batch to those of the parameters.
 
     Args:
-        loss: Of all embeddings.
+        loss: The loss of all embeddings.
         model: In training mode; its buffers change as by one forward of each micro-batch.
         micro_batches: The global batch in parts.
         autocast: The context in which embeddings and loss are computed.
         backward: Runs backward from the loss, scaled perhaps.
         move: Brings a micro-batch to the device.
         hooks: `observe` and `synchronising` are called.
-        last_repeats: How many micro-batches the last one stands for.
+        last_repeats: Number of micro-batches that the last one stands for.
 
     Returns:
         The loss, detached.
 
     Raises:
-        LossError: The embeddings are not what they should be.
+        LossError: The embeddings are not one row a sample, differ between micro-batches, or have no gradient.
     """
 
     def embed(batch: Batch) -> Any:
@@ -175,20 +159,11 @@ def gather_embeddings(
     count: Callable[[Batch], int],
     last_repeats: int = 1,
 ) -> Any:
-    """The embeddings of a batch that is embedded in parts; without gradients.
+    """The embeddings of a batch that is embedded in micro-batches, without gradients, as the loss takes them.
 
-    Args:
-        embed: Embeds a micro-batch that is on the device.
-        micro_batches: The batch in parts.
-        move: Brings a micro-batch to the device.
-        count: Counts the samples of one on the host.
-        last_repeats: How many micro-batches the last one stands for.
-
-    Returns:
-        What the loss is to be given.
-
-    Raises:
-        LossError: The embeddings are not what they should be.
+    `move` brings a micro-batch to the device, `count` counts the samples of one on the host, and `last_repeats`
+    is the number of micro-batches that the last one stands for. Raises `LossError` if the embeddings are not
+    one row a sample, or differ between micro-batches.
     """
     gathered = Gathered()
     for index, micro_batch in enumerate(micro_batches):
@@ -199,24 +174,20 @@ def gather_embeddings(
 
 
 class Gathered:
-    """Embeddings of micro-batches, one after another, and then together."""
+    """Collects embeddings of micro-batches, and joins them into those of the global batch."""
 
     def __init__(self) -> None:
         self._form: Any = None
         """The nest, with places for its tensors."""
         self._columns: list[list[Tensor]] = []
-        """Of each tensor in the nest, the part of each micro-batch."""
+        """For each tensor in the nest, the parts of the micro-batches."""
         self._samples: list[int] = []
 
     def add(self, embeddings: Any, samples: int) -> None:
-        """Add those of the next micro-batch.
+        """Add the embeddings of the next micro-batch, a nest of tensors without gradients.
 
-        Args:
-            embeddings: A nest of tensors without gradients.
-            samples: Of the micro-batch.
-
-        Raises:
-            LossError: There is no tensor, not one row a sample, or another nest than before.
+        `samples` is the micro-batch's number of samples. Raises `LossError` if there is no tensor, not one row
+        a sample, or another nest than before.
         """
         tensors = [tensor for _path, tensor in named_tensors(embeddings)]
         for path, tensor in named_tensors(embeddings, "embed(…)"):
@@ -258,22 +229,17 @@ class Gathered:
         return joined
 
     def nest(self, tensors: Sequence[Tensor]) -> Any:
-        """Tensors in the nest that `embed` returns."""
+        """Put tensors into the nest that `embed` returns."""
         each = iter(tensors)
         return map_leaves(self._form, _Place, lambda _place: next(each))
 
     def with_gradients(
         self, index: int, embeddings: Any, gradients: Sequence[Tensor | None]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The embeddings of a micro-batch that need a gradient, with it.
+        """Embeddings of micro-batch `index` that need a gradient, each with its gradient of the same shape.
 
-        Args:
-            index: Of the micro-batch.
-            embeddings: With a graph.
-            gradients: Of the tensors of the global batch; None where the loss does not depend on one.
-
-        Yields:
-            Pairs of tensors of one shape.
+        `embeddings` have a graph. `gradients` are those of the global batch's tensors; None where the loss does
+        not depend on a tensor.
         """
         start = sum(self._samples[:index])
         tensors = [tensor for _path, tensor in named_tensors(embeddings)]
@@ -289,15 +255,11 @@ class Gathered:
 
 
 class _Place:
-    """Where a tensor was in a nest."""
+    """Marks the place of a tensor in a nest."""
 
 
 class _Buffers:
-    """A model's buffers as they are now, to be as they are once more.
-
-    Args:
-        model: Any.
-    """
+    """A copy of a model's buffers, to restore them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -308,7 +270,7 @@ class _Buffers:
         ]
 
     def restore(self) -> None:
-        """Give those that changed their values back; BatchNorm's change without a new version."""
+        """Restore the values of buffers that changed; BatchNorm's change without a new version."""
         with torch.no_grad():
             for module, name, buffer, version, values in self._kept:
                 if buffer._version != version or isinstance(module, _NormBase):
@@ -322,14 +284,14 @@ def _embedded(embed: Callable[[Batch], Any], batch: Batch) -> Any:
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """A tensor that holds on to no more than itself, as a view of a hidden state would."""
+    """A tensor whose storage holds nothing else; a view, as of a hidden state, is cloned."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _loss_and_gradients(
     gathered: Gathered, loss: Callable[[Any], Tensor], backward: Callable[[Tensor], None]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of all embeddings, and its gradient of each of their tensors."""
+    """The loss of all embeddings, detached, and its gradients; None for tensors that it does not depend on."""
     leaves = gathered.join()
     for leaf in leaves:
         leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())

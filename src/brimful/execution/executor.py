@@ -1,4 +1,4 @@
-"""One optimizer step as settings say, wired in one place for capture, measuring, verifying and training.
+"""One optimizer step under some settings, wired in one place for capture, measuring, verifying and training.
 
     Settings, Job, model, optimizer → StepExecutor(micro_batches, weights) → StepOutcome
 
@@ -45,7 +45,7 @@ class Transfers:
 
 
 class StepExecutor:
-    """Runs optimizer steps on one model as settings say.
+    """Runs optimizer steps on one model under some settings.
 
     Unit actions (`apply_units`) and the model's memory format (`apply_memory_format`) are the caller's to
     apply, and the batch is the caller's to split. Micro-batches are converted to the memory format here.
@@ -159,22 +159,11 @@ class StepExecutor:
             )
 
     def in_format(self, micro_batch: Batch) -> Batch:
-        """A micro-batch in the memory format of the settings.
-
-        Args:
-            micro_batch: On the device.
-
-        Returns:
-            The same nested structure.
-        """
+        """A micro-batch on the device in the memory format of the settings."""
         return batch_in_format(micro_batch, self.settings.memory_format, self._converted)
 
     def call_update(self, update: Callable[[], object]) -> None:
-        """Run the update, on the host if the optimizer state is there.
-
-        Args:
-            update: Runs `optimizer.step`.
-        """
+        """Run `update`, which calls `optimizer.step`, on the host if the optimizer state is there."""
         self._hooks.call_update(update if self.on_host is None else partial(self.on_host.run, update))
 
     def loading(self) -> AbstractContextManager[object]:
@@ -205,6 +194,6 @@ def _decline(_loss: Tensor, _gradient_norm: Tensor) -> bool:
 def _begun(
     prefetch: Callable[[Batch], Callable[[], Batch]], after: Callable[[Batch], Batch], micro_batch: Batch
 ) -> Callable[[], Batch]:
-    """Start the copy of a micro-batch; what it returns waits for the copy and changes it by `after`."""
+    """Start the copy of a micro-batch; returns a function that waits for the copy and applies `after` to it."""
     coming = prefetch(micro_batch)
     return lambda: after(coming())

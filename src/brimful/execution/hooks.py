@@ -20,7 +20,7 @@ CallAction = Callable[[Callable[[], object]], object]
 
 
 def call(action: Callable[[], object]) -> object:
-    """Call an action: the plain way."""
+    """Call an action, and nothing else; the default of `StepHooks`."""
     return action()
 
 
@@ -35,7 +35,7 @@ class StepHooks:
     call_update: CallAction = call
     """Calls the optimizer's step."""
     after_update: CallAction = call
-    """Calls what follows the update; each may be called again."""
+    """Calls what follows the update; each action may be called again."""
     before_first_update: Callable[[], None] = lambda: None
     """Called before the first parameter is updated in backward."""
     around_parameter_update: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: (

@@ -20,18 +20,15 @@ _NEVER_TRIM = -1
 _NO_BLOCKS_OF_THEIR_OWN = 0
 
 _USERS_OPTIONS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
-"""Environment variables that configure what is configured here."""
+"""Environment variables by which a user configures what is configured here."""
 
 
 @cache
 def keep_freed_memory() -> bool:
     """Configure malloc for the whole process to serve all blocks from its heap, and never to shrink that.
 
-    The process's peak does not change; what it has freed stays with it until it ends.
-
-    Returns:
-        Whether malloc is configured so: not if the user configured it by an environment variable, nor without
-        the GNU C library.
+    The process's peak does not change; what it has freed stays with it until it ends. Returns whether malloc is
+    configured so: not if the user configured it by an environment variable, nor without the GNU C library.
     """
     is_configured = any(name in os.environ for name in _USERS_OPTIONS)
     if is_configured or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

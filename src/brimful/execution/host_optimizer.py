@@ -7,10 +7,10 @@ and they go back:
     on the host          1 . . . 2 . . . 3 . . . 4 . . .
     to the device                1       2       3       4
 
-They pass through two rows of memory in turns, so what comes third waits until the first has left.
+They pass through two staging buffers in turns, so the third group waits until the first has left.
 
-Parameters on the device are those that count: the host holds none between steps, so whatever changes them on
-the device, a save that is loaded or an average, needs to say nothing here. The optimizer is the user's own,
+The parameters on the device are authoritative: the host holds none between steps, so whatever changes them on
+the device, a save that is loaded or an average, needs to notify nothing here. The optimizer is the user's own,
 with its groups and its state by parameter; only while it steps, it is given the host's copies of parameters.
 
 It computes what it would compute on the device, rounded as the host's kernels round.
@@ -42,23 +42,19 @@ from brimful.quantities import MIB, format_bytes
 from brimful.transforms.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
 
 BUCKET_BYTES = 64 * MIB
-"""Of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some MiB
-comes to the rate of the link. A choice."""
+"""Bytes of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some
+MiB comes to the rate of the link. A choice."""
 
 _ALIGNMENT = 64
-"""Bytes, of a line of a processor's cache."""
+"""Bytes of a cache line."""
 
 
 class UpdateOnHost:
-    """An optimizer that steps on the host, with its state there.
+    """An optimizer of `torch.optim`, or brimful's own, that steps on the host, with its state there.
 
-    Args:
-        optimizer: Of `torch.optim`, or brimful's own; stays what its user knows.
-        around_host: Around what runs on the host in the host's memory.
-
-    Raises:
-        UsageError: The optimizer may look at several parameters together, it is one for a GPU alone
-            (`capturable`), or there is not enough memory for what is on its way.
+    `around_host` gives a context around what runs on the host in the host's memory. Raises `UsageError` if the
+    optimizer may look at several parameters together or is for a GPU alone (`capturable`), or if there is not
+    enough memory for the staging buffers.
     """
 
     def __init__(
@@ -89,19 +85,15 @@ class UpdateOnHost:
         rows = 1 if sum(rooms) <= capacity else 2
         with around_host():
             self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(rows)]
-            """What is on its way, in turns: a row of bytes each, one alone where all fits it."""
+            """Staging buffers, used in turns, of bytes; one alone if everything fits in it."""
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = _state_on_host(state)
 
     @torch.no_grad()
     def run(self, step: Callable[[], object]) -> None:
-        """Carry out a step.
+        """Run a step; `step` is the optimizer's own, called for one bucket of parameters after another.
 
-        Args:
-            step: The optimizer's own; it is called for some parameters after others.
-
-        Raises:
-            UsageError: A gradient is sparse.
+        Raises `UsageError` if a gradient is sparse.
         """
         self.has_begun = False
         if _found_inf(self._optimizer):
@@ -150,7 +142,7 @@ class UpdateOnHost:
                 group["params"] = parameters
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters with gradients, in order, in groups that fit the staging buffer."""
+        """The parameters with gradients, in order, in groups that fit a staging buffer."""
         bucket: list[nn.Parameter] = []
         room = BUCKET_BYTES
         for group in self._optimizer.param_groups:
@@ -172,7 +164,7 @@ class UpdateOnHost:
             yield bucket
 
     def _send(self, bucket: Sequence[nn.Parameter], memory: Tensor) -> _Sent:
-        """Begin the copies of some parameters and their gradients."""
+        """Begin the copies of some parameters and their gradients to the host."""
         sources: list[Tensor] = []
         for parameter in bucket:
             assert parameter.grad is not None
@@ -213,25 +205,25 @@ class UpdateOnHost:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """The optimizer state between steps, including step counts."""
+    """Bytes of this rank's optimizer state between steps, including step counts."""
     tensors = (value for state in optimizer.state.values() for value in state.values())
     return sum(own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Some parameters that are on their way to the host."""
+    """Parameters and gradients whose copies to the host have begun."""
 
     parameters: list[Tensor]
-    """On the device; of divided ones this rank's parts."""
+    """Parameters on the device; this rank's shards of sharded ones."""
     copied: list[Tensor]
-    """On the host."""
+    """Copies of the parameters on the host."""
     copies: dict[nn.Parameter, nn.Parameter]
-    """Of each parameter the host's, with its gradient."""
+    """By parameter, its copy on the host, with its gradient."""
 
 
 def _room(parameter: Tensor) -> int:
-    """What a parameter and its gradient take of what is on its way."""
+    """Bytes of a staging buffer that a parameter and its gradient take."""
     return 2 * _aligned(own_part(parameter).nbytes)
 
 
@@ -252,7 +244,7 @@ def _memory(size_bytes: int, *, is_pinned: bool) -> Tensor:
 
 
 def _like(tensor: Tensor, memory: Tensor) -> Tensor:
-    """A tensor of the same shape and type in some memory; laid out alike where it lies without gaps."""
+    """A tensor of equal shape and type in some memory; laid out alike where `tensor` has no gaps."""
     flat = memory.view(tensor.dtype)
     return flat.view(tensor.size()) if has_gaps(tensor) else flat.as_strided(tensor.size(), tensor.stride())
 
@@ -264,7 +256,7 @@ def _with_gradient(parameter: nn.Parameter, copied: Tensor, gradient: Tensor) ->
 
 
 def _as_part(parameter: Tensor, own: Tensor) -> nn.Parameter:
-    """A rank's shard as a part of the whole tensor."""
+    """Wrap a rank's shard `own` on the host as `parameter` is: a `DTensor` for a sharded one."""
     if isinstance(parameter, DTensor):
         own = DTensor(own, parameter._spec, requires_grad=False)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
@@ -275,7 +267,7 @@ def _state_on_host(state: Any) -> Any:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """State that is somewhere else, such as one made before."""
+    """A tensor of the state on the host: itself, or a copy of one that is on a device."""
     own = own_part(tensor)
     if own.device.type == "cpu":
         return tensor
@@ -290,7 +282,7 @@ def _found_inf(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _without_found_inf(optimizer: Optimizer) -> Iterator[None]:
-    """Within, a fused optimizer does not look for what the scaler found, which is on the device."""
+    """Within, a fused optimizer ignores the scaler's `found_inf`, which is on the device."""
     if getattr(optimizer, "found_inf", None) is None:
         yield
         return

@@ -145,7 +145,7 @@ class Prepared:
                 yield part, share
 
     def _warn_of_schedule(self) -> None:
-        """Before the first update: say how a schedule is counted, unless brimful divides the loop's batches."""
+        """Before the first update, warn how a schedule counts steps, unless `micro_batches` is in use."""
         self._ends_warning()
         if self._has_divided or not hasattr(self._optimizer.step, _SCHEDULED):  # type: ignore[union-attr]
             return
@@ -220,7 +220,7 @@ class Prepared:
 
 
 def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | None) -> ExitStack:
-    """Memory format, the optimizer's implementation and unit actions; closing the stack undoes them.
+    """Put memory format, optimizer implementation and unit actions in force; closing the stack undoes them.
 
     If one fails, the others are undone.
     """
@@ -254,7 +254,7 @@ class HoldsOptimizer(Protocol):
 
 
 def unwrapped(optimizer: Optimizer | HoldsOptimizer) -> Optimizer:
-    """The optimizer in the wrappers of Accelerate and Lightning."""
+    """The optimizer inside of the wrappers of Accelerate and Lightning."""
     found: Any = optimizer
     while isinstance(inner := getattr(found, "optimizer", None), Optimizer):
         found = inner

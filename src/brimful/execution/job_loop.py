@@ -17,15 +17,7 @@ MOST_MICRO_BATCHES = 64
 
 
 def check_loop_decides(job: Job, settings: Settings) -> None:
-    """Check that settings leave to a job's own loop what it decides.
-
-    Args:
-        job: With or without a loop.
-        settings: Settings to check.
-
-    Raises:
-        UsageError: The job has a loop, and they ask for more than a micro-batch size.
-    """
+    """Raise `UsageError` if a job has a loop, and settings ask for more than a micro-batch size."""
     if job.loop is not None and settings != Settings(micro_batch_size=settings.micro_batch_size):
         raise UsageError(
             f"{job.name!r} brings its own training loop, which decides precision, accumulation and optimizer. "
@@ -34,13 +26,10 @@ def check_loop_decides(job: Job, settings: Settings) -> None:
 
 
 class LoopBatches:
-    """Stands for a loop's data loader: one host batch, again and again until enough optimizer steps are made.
+    """Replaces a loop's data loader: one host batch, again and again until enough optimizer steps are made.
 
-    Args:
-        batch: On the host.
-        most_steps: How many optimizer steps the loop may make.
-        begin_batch: Called before each batch.
-        end: Called after the last step, while the loop still holds what it keeps.
+    `begin_batch` is called before each batch, `end` after the last step, while the loop still holds what it
+    keeps.
     """
 
     def __init__(
@@ -70,10 +59,7 @@ class LoopBatches:
     def feed(self, job: Job, model: nn.Module, error: type[BrimfulError]) -> None:
         """Run a job's loop on these batches, to its end or to theirs.
 
-        Args:
-            job: Its `loop` is called.
-            model: What it trains.
-            error: Raised if the loop takes no batch, or never steps an optimizer.
+        `error` is raised if the loop takes no batch, or never steps an optimizer.
         """
         assert job.loop is not None
         with suppress(_LoopEnded), no_autocast_of_caller():
@@ -96,7 +82,7 @@ class LoopBatches:
             )
 
     def note_optimizer_step(self) -> None:
-        """Count a step; optimizers that step on one batch make one together."""
+        """Count a step; optimizers that step on one batch count as one step."""
         if self._since_step:
             self.micro_batches.append(self._since_step)
             self._since_step = 0

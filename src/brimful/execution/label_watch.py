@@ -1,4 +1,4 @@
-"""Warns of the first batch with ignored labels where micro-batches weigh by their samples.
+"""Warns of the first batch with ignored labels if micro-batches are weighted by their samples.
 
 Private torch API used here: `torch._C._DisableTorchDispatch` (checked: 2.13).
 """
@@ -15,19 +15,19 @@ from brimful.settings import Settings
 IGNORED_LABEL = -100
 """The label that torch's losses ignore by default (torch.nn.functional.cross_entropy)."""
 _MAY_BE_IGNORED = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
-"""Types that have that label; a loss may convert the labels of a batch."""
+"""Types that can hold that label; a loss may convert the labels of a batch."""
 
 
 class LabelWatch:
     """Finds labels of -100 in batches on the host, in tensors of whole numbers with a row for each sample.
 
-    A loss that ignores labels is a mean over the others. Where all samples have as many, that is a mean over
+    A loss that ignores labels is a mean over the others. If all samples have equally many, that is a mean over
     samples too.
 
     Args:
         layout: Counts the samples of batches.
         counts_by: Where the user passes what the loss averages over, with {count} for the function.
-        dim: The dimension of the samples.
+        dim: The batch dimension.
     """
 
     def __init__(self, layout: BatchLayout, *, counts_by: str = "Job(count={count})", dim: int = 0) -> None:
@@ -37,20 +37,16 @@ class LabelWatch:
 
     @classmethod
     def of_job(cls, job: Job, layout: BatchLayout) -> LabelWatch:
-        """For the loss of a job; a job that says what its loss averages over is not watched."""
+        """A watch for the loss of a job; a job that says what its loss averages over is not watched."""
         watch = cls(layout, dim=job.batch_dim or 0)
         watch._watches = job.count is None and job.embed is None and job.reduction == "mean"
         return watch
 
     def ignored(self, batch: Batch, settings: Settings) -> str | None:
-        """Where a batch has ignored labels, and what to do about it.
+        """Where a global batch has ignored labels, and what to do about it, in sentences for a warning.
 
-        Args:
-            batch: A global batch, before it is trained on.
-            settings: Those in force.
-
-        Returns:
-            Two sentences; None if the batch is not split, if it has none, or if an earlier batch was reported.
+        None if the batch is not split, has no such labels or as many in each sample, or if an earlier batch was
+        reported.
         """
         if not self._watches or settings.gradient_accumulation_steps == 1:
             return None

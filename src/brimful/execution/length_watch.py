@@ -1,4 +1,4 @@
-"""Warns when a batch of training is larger than planned, in another dimension than that of the samples."""
+"""Warns when a batch of training is larger than planned, in another dimension than the batch dimension."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from brimful.results import SampleSize, describe_growth
 PLAN_LONGEST = (
     "Plan for the longest batch: Job(data=lambda: Data(train=…, longest=lambda n: …)), or batch(n) of it"
 )
-"""What a user of a `Job` does about a larger batch."""
+"""Advice about a larger batch, for a user of a `Job`."""
 
 
 class LengthWatch:
     """Compares batches with those that were planned; once one is larger, it compares no more.
 
-    Args:
-        planned: `Plan.sample_sizes`; empty compares nothing.
-        layout: Finds the samples of batches.
-        advice: What to do about a larger one.
+    `planned` is `Plan.sample_sizes`; empty compares nothing. `advice` says what to do about a larger batch.
     """
 
     def __init__(
@@ -40,13 +37,9 @@ class LengthWatch:
         """Shapes of the latest batch: most batches have the same, and then nothing else is compared."""
 
     def larger(self, batch: Batch) -> str | None:
-        """How a batch is larger than planned.
+        """How a global batch, or a part of one, is larger than planned, as sentences with both numbers.
 
-        Args:
-            batch: A global batch, or a part of one, before it is trained on.
-
-        Returns:
-            One sentence or two with both numbers; None if it is not larger, or if another one was before it.
+        None if it is not larger, or if an earlier batch was larger.
         """
         if not self._planned:
             return None
@@ -63,11 +56,10 @@ class LengthWatch:
 
 
 class InputWatch:
-    """Compares the inputs of a model in training with the planned batch: a loop of its own hands over no batch.
+    """Compares a model's inputs in training with the planned batch, for loops that pass no batch here.
 
-    Args:
-        planned: As for `LengthWatch`. An input is compared with the entry of its name, else with the largest
-            of as many dimensions.
+    An input is compared with the entry of its name, else with the largest of as many dimensions. `planned` is
+    as for `LengthWatch`.
     """
 
     def __init__(self, planned: Sequence[SampleSize]) -> None:
@@ -103,7 +95,7 @@ class InputWatch:
 
 
 def _per_sample(tensor: Tensor, planned: SampleSize) -> float:
-    """Elements for each sample, which is in the dimension that it has in the batch."""
+    """Elements for each sample of a tensor, whose batch dimension is that of `planned`."""
     samples = [found for size, found in zip(planned.shape, tensor.shape, strict=False) if size is None]
     return tensor.numel() / max(samples[0] if samples else 1, 1)
 

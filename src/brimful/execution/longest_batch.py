@@ -1,4 +1,4 @@
-"""A job whose batches differ in length, predicted for the longest: of several draws, and of its data.
+"""A job whose batches differ in length, predicted for the longest of several draws and of its data.
 
 Start reading at `with_longest_batch`.
 """
@@ -39,12 +39,12 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongestBatch:
-    """A job, and of which lengths its predictions speak."""
+    """A job, and the lengths that its predictions are for."""
 
     job: Job
     """The job as given; its `batch` is the longest batch that was found, where batches differ."""
     sizes: tuple[SampleSize, ...] = ()
-    """The sizes of the batch that is predicted; empty if the job makes none."""
+    """Sizes of the batch that is predicted; empty if the job makes none."""
     notes: tuple[str, ...] = ()
 
 
@@ -58,26 +58,21 @@ class _Draws:
     count: int
 
     def elements(self) -> float:
-        """Elements of the largest for each sample."""
+        """Elements for each sample of the largest batch."""
         return _elements(self.high)
 
 
 def with_longest_batch(job: Job, samples: int) -> LongestBatch:
-    """Find whether batches of a job differ in more than their samples, and take the longest.
+    """Find whether batches of a job differ in more than their samples, and use the longest.
 
-    Args:
-        job: Its `batch` is drawn a few times, always with the same random numbers. Its data, if it has any, are
-            read within bounds, unless they name the longest batch.
-        samples: Samples of a global batch, or of that of a rank.
-
-    Returns:
-        The job with the longest batch. It is the job itself if all draws are alike and no batch of the data is
-        larger.
+    `job.batch` is drawn a few times, always with the same random numbers. The job's data, if it has any, are
+    read within bounds, unless they name the longest batch. `samples` is the size of a global batch, or of a
+    rank's part. The result has the job itself if all draws are alike and no batch of the data is larger.
     """
     try:
         with one_at_a_time(), RandomState.kept():
             draws = _draws_of(job, samples)
-    except Exception:  # an error of the job's own, or of its batch: the step itself explains it
+    except Exception:  # raised by the job or its batch: the step itself explains it
         return LongestBatch(job=job)
     found = LongestBatch(job=_with_draw(job, draws, samples), sizes=draws.high, notes=_draw_notes(draws))
     if job.data is None:
@@ -93,7 +88,7 @@ def with_longest_batch(job: Job, samples: int) -> LongestBatch:
 
 
 def _draws_of(job: Job, samples: int) -> _Draws:
-    """Draw batches of few samples until they differ or enough are alike; then whole ones, if they differ."""
+    """Draw batches of few samples until they differ or enough are alike; then whole batches, if they differ."""
     if is_real(job.batch):
         return _compared([make_batch(job, samples)], job, samples)
     _seed()
@@ -103,7 +98,7 @@ def _draws_of(job: Job, samples: int) -> _Draws:
     except Exception:  # it may want an even number, or make one number alone
         few, first = samples, make_batch(job, samples)
     if few != samples and layout_of(job, whole=few, expected=few).why_whole(first) is not None:
-        few, first = samples, make_batch(job, samples)  # no size of it is one of a sample
+        few, first = samples, make_batch(job, samples)  # its sizes are not those of samples
     found = _compared([first, *_repeated(partial(make_batch, job, few), MOST_FEW, FEW_SECONDS)], job, few)
     if describe_growth(found.low, found.high) is None or few == samples:
         return found
@@ -116,7 +111,7 @@ def _draws_of(job: Job, samples: int) -> _Draws:
 
 
 def _repeated(draw: Callable[[], Batch], most: int, seconds: float) -> Iterator[Batch]:
-    """Draws, at least one, as long as there is time."""
+    """Make draws, at least one, as long as there is time."""
     began = time.perf_counter()
     for _ in range(most):
         yield draw()
@@ -143,7 +138,7 @@ def _with_draw(job: Job, draws: _Draws, samples: int) -> Job:
 
 
 def _with_batch(job: Job, batch: Batch, samples: int) -> Job:
-    """The job with one batch, of which others are cut; one that cannot be cut stands for its own size alone."""
+    """The job with one batch, resized to any size; one that cannot be split is used at its own size only."""
     layout = layout_of(job, whole=samples, expected=samples)
     own = job.batch
 
@@ -176,7 +171,7 @@ def _read(data: Data, samples: int, job: Job) -> LongestRead | None:
 
 
 def _with_read(found: LongestBatch, read: LongestRead, samples: int) -> LongestBatch:
-    """What was found with what the data have, whose batch is taken if it is larger."""
+    """Combine what was found with a batch of the data, which is used if it is larger."""
     is_larger = bool(larger_entries(read.high, found.sizes))
     sizes = read.high if is_larger else found.sizes
     notes = read_notes(read, sizes, ADVICE)
@@ -188,15 +183,10 @@ def _with_read(found: LongestBatch, read: LongestRead, samples: int) -> LongestB
 
 
 def read_notes(read: LongestRead, predicted: tuple[SampleSize, ...], advice: str) -> tuple[str, ...]:
-    """The lengths that a prediction is for, where batches of data differ.
+    """Note the lengths that a prediction is for, if batches of data differ; one note, or none.
 
-    Args:
-        read: What was read.
-        predicted: Sizes of the batch that is predicted.
-        advice: How a longer batch is named, without its period.
-
-    Returns:
-        One note, or none.
+    `predicted` are sizes of the batch that is predicted; `advice` says how a longer batch is named, without its
+    period.
     """
     differs = describe_growth(read.low, predicted)
     if differs is None or describe_growth(read.low, read.high) is None:
@@ -208,7 +198,7 @@ def read_notes(read: LongestRead, predicted: tuple[SampleSize, ...], advice: str
 
 
 def _seed() -> None:
-    """Draw the same numbers for each prediction, so that a plan and a measurement speak of the same batch."""
+    """Seed the draws alike for each prediction, so that a plan and a measurement are of the same batch."""
     random.seed(0)
     np.random.seed(0)
     torch.default_generator.manual_seed(0)

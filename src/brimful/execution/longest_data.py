@@ -1,4 +1,4 @@
-"""The largest batch in training data: read within bounds, without a trace in random numbers or in iterators."""
+"""The largest batch in training data, read within bounds, without effect on random numbers or iterators."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class LongestRead:
 
     batch: Batch
     high: tuple[SampleSize, ...]
-    """Its sizes."""
+    """Sizes of `batch`."""
     low: tuple[SampleSize, ...]
-    """Those of the smallest batch."""
+    """Sizes of the smallest batch."""
     read: int
     total: int | None
-    """None if the data do not report it."""
+    """Samples or batches of the data; None if the data do not report it."""
     what: str = "samples"
 
     @property
@@ -65,16 +65,10 @@ class LongestRead:
 
 
 def longest_of_data(train: Any, samples: int, layout: BatchLayout) -> LongestRead | None:
-    """The batch of the longest samples of training data.
+    """The batch of the longest samples of training data; `train` is as in `Data.train`, or a DataLoader.
 
-    Args:
-        train: As in `Data.train`, or a DataLoader.
-        samples: Samples of a batch.
-        layout: Finds them.
-
-    Returns:
-        The batch; None where the data cannot be read without using them up, or make their batches themselves,
-        as `Samples` do, perhaps in other processes.
+    None if the data cannot be read without using them up, or make their batches themselves, as `Samples` do,
+    perhaps in other processes.
     """
     if are_samples(train):
         return None
@@ -107,17 +101,10 @@ def _of_loader(loader: DataLoader[Any], samples: int, layout: BatchLayout) -> Lo
 def longest_of_samples(
     dataset: Any, collate: _Collate, samples: int, layout: BatchLayout
 ) -> LongestRead | None:
-    """The batch of the longest samples of a dataset.
+    """The batch of the longest samples of a dataset; None if it has none, or reading uses them up.
 
-    Args:
-        dataset: Of single samples, with indices or to iterate over.
-        collate: Makes a batch of them.
-        samples: Samples of the batch.
-        layout: Finds them in it.
-
-    Returns:
-        A batch of different samples, the longest first, or some of them where all are alike; None if there are
-        none, or reading uses them up.
+    `dataset` has single samples, with indices or to iterate over; `collate` makes a batch of them. The samples
+    of the batch are different ones, the longest first, or some samples if all are alike.
     """
     some = _some_of(dataset)
     if some is None:
@@ -160,7 +147,7 @@ def longest_of_samples(
 
 
 def _of_one_batch(train: Batch, samples: int, layout: BatchLayout) -> LongestRead | None:
-    """The longest samples of one batch that has all of them."""
+    """The longest samples of a single batch that has all samples."""
     total = layout.count(train)
     if layout.why_whole(train) is not None or not total:
         return None
@@ -206,11 +193,7 @@ def _of_batches(
 
 
 class _Bounded:
-    """Values until there are too many, too much time has passed, or many were alike.
-
-    Args:
-        values: Samples or batches.
-    """
+    """Iterates over samples or batches until they are too many, take too much time, or many are alike."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = values
@@ -238,7 +221,7 @@ def _some_of(dataset: Any) -> Iterator[Any] | None:
 
 
 def spread_indices(size: int) -> list[int]:
-    """At most `MOST_READ` indices of a dataset, so mixed that the first few are from all its parts."""
+    """At most `MOST_READ` indices of a dataset, shuffled so that the first few are from all its parts."""
     return random.Random(0).sample(range(size), min(size, MOST_READ))
 
 
@@ -262,7 +245,7 @@ def _mapped(collate: _Collate, samples: Iterator[Any] | None) -> Iterator[Batch]
 
 @contextmanager
 def _generators_kept(loader: DataLoader[Any]) -> Iterator[None]:
-    """Within, the generators of a loader and its samplers may be drawn from; afterwards they are as before."""
+    """Restore the states of a loader's and its samplers' generators at the end of the context."""
     parts = (loader, loader.sampler, loader.batch_sampler, loader.dataset)
     held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
     states = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
@@ -287,7 +270,7 @@ def _elements(batches: Sequence[Batch]) -> int:
 
 
 def _entry_sizes(sample: Any) -> dict[str, int]:
-    """Elements by name of the entries of a sample, which need not be tensors yet."""
+    """Number of elements of each entry of a sample, by name; entries need not be tensors yet."""
     if isinstance(sample, Mapping):
         return {str(name): _size(value) for name, value in sample.items()}
     if isinstance(sample, tuple):

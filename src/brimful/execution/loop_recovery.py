@@ -1,9 +1,9 @@
 """Out-of-memory recovery in a loop that runs the steps itself: the actions of the step so far are run again.
 
 The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch, and
-clipping. Its calls of a loss scaler's `unscale_` are run so too. Where memory runs out in one of them, the
+clipping. Its calls of a loss scaler's `unscale_` are run that way too. If memory runs out in one of them, the
 gradients of the step are cleared, random numbers and buffers are restored to those of its start, and all of its
-actions are run again. An update in which memory runs out is completed. A loss scaler forgets what it found
+actions are run again. An update in which memory runs out is completed. A loss scaler discards what it found
 about gradients that are computed again.
 """
 
@@ -42,10 +42,10 @@ class LoopRecovery:
 
     Args:
         model: The model, before or after it is wrapped.
-        optimizer: Not in a wrapper. Its `step` ends a step.
-        micro_batch_size: For the record.
-        scaler: The loop's loss scaler; it steps the optimizer. A disabled one is left alone.
-        wrapper: Accelerate's, of the optimizer; None without one.
+        optimizer: An optimizer without a wrapper. Its `step` ends a step.
+        micro_batch_size: Samples of a micro-batch, for the record.
+        scaler: The loop's loss scaler; it steps the optimizer. A disabled one is ignored.
+        wrapper: Accelerate's wrapper of the optimizer; None without one.
     """
 
     def __init__(
@@ -86,19 +86,12 @@ class LoopRecovery:
         self._changes.close()
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Run an action of the step.
+        """Run an action of the step: forward and backward of a micro-batch, or clipping.
 
-        Args:
-            function: Runs forward and backward of a micro-batch, or clips.
-            *arguments: Of `function`, such as the micro-batch. They are kept until the step ends.
-
-        Returns:
-            What `function` returns.
-
-        Raises:
-            StepOutOfMemoryError: Memory ran out twice in a row.
+        `arguments`, such as the micro-batch, are kept until the step ends. Raises `StepOutOfMemoryError` if
+        memory ran out twice in a row.
         """
-        if self._is_within:  # of an update that calls it
+        if self._is_within:  # an update calls it
             return function(*arguments)
         if self._random is None or not self._has_any_gradient():  # they were cleared without an update
             self._end()
@@ -145,7 +138,7 @@ class LoopRecovery:
         return any(parameter.grad is not None for parameter in self._parameters)
 
     def _end(self) -> None:
-        """Forget the step."""
+        """Drop what is kept for the step."""
         if self._random is not None:
             self._buffers.release()
         self._random, self._done = None, []
@@ -185,7 +178,7 @@ class LoopRecovery:
             raise
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's `step`, which ends a step, and is completed where memory runs out in it."""
+        """Replacement of the optimizer's `step`: it ends a step, and is completed if memory runs out in it."""
         update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
@@ -207,7 +200,7 @@ class LoopRecovery:
         return step
 
     def _zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
-        """The optimizer's `zero_grad`, which ends a step too: a loop may skip its update."""
+        """Replacement of the optimizer's `zero_grad`: it ends a step too, as a loop may skip its update."""
         own = optimizer.zero_grad
 
         @wraps(own)
@@ -220,15 +213,10 @@ class LoopRecovery:
 
 
 def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:
-    """Runs updates of an optimizer, and completes those in which memory runs out.
+    """A function that runs updates of an optimizer, and completes those in which memory runs out.
 
-    Args:
-        optimizer: The optimizer.
-        device: Where room is made.
-
-    Returns:
-        Takes what calls the optimizer's `step`. It raises `PartialUpdateError` if an update can neither be
-        completed nor undone.
+    It takes a function that calls the optimizer's `step`, and raises `PartialUpdateError` if an update can
+    neither be completed nor undone. Room is made on `device`.
     """
     update = ResumableUpdate(optimizer, partial(make_room, device))
 
@@ -244,7 +232,7 @@ def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Ca
 
 @dataclass(frozen=True, slots=True)
 class _Action:
-    """A call, and what its function reads from around it."""
+    """A call, and the values outside of its function that the function reads."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -255,7 +243,7 @@ class _Action:
         return cls(function, arguments, _surroundings(function))
 
     def check(self) -> None:
-        """Refuse to run it again if its function would read other variables."""
+        """Raise `UsageError` if the function would read other variables than before."""
         now = _surroundings(self.function)
         if any(a is not b for a, b in zip(now, self.surroundings, strict=True)):
             name = getattr(self.function, "__name__", "an action")
@@ -270,7 +258,7 @@ _MISSING = object()
 
 
 def _surroundings(function: Callable[..., object]) -> tuple[Any, ...]:
-    """The values of variables outside a function that it reads."""
+    """The values of variables outside of a function that it reads."""
     code = getattr(function, "__code__", None)
     if code is None:  # a partial function or a callable object
         return ()

@@ -16,15 +16,9 @@ from brimful.job import Batch, Job
 def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
     """Factors for the losses of micro-batches, such that they sum to the loss of the global batch.
 
-    Args:
-        job: For a loss that is a mean, `count` counts its terms; None means samples.
-        micro_batches: Parts of the global batch.
-
-    Returns:
-        For a mean, shares that sum to 1; for a sum, and for a single micro-batch, exactly 1 each.
-
-    Raises:
-        BatchError: A count is not a number, negative or not finite, or the global batch has nothing to count.
+    For a mean, they are shares of the terms that `job.count` counts (None: samples) and sum to 1; for a sum,
+    and for a single micro-batch without `count`, each is exactly 1. Raises `BatchError` if a count is not a
+    number, negative or not finite, or if the global batch has nothing to count.
     """
     if job.reduction == "sum" or (job.count is None and len(micro_batches) == 1):
         return [1.0] * len(micro_batches)
@@ -42,18 +36,10 @@ def counting_parts(micro_batches: Sequence[Batch], weights: Sequence[float]) -> 
 
 
 def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> list[float]:
-    """Number of terms in the mean loss of each micro-batch.
+    """Number of terms in the mean loss of each micro-batch, at least 0; without `job.count`, of samples.
 
-    Args:
-        job: Its `count` counts them; None means samples.
-        micro_batches: Parts of a global batch.
-        whole: Number of samples that a batch counts as if it cannot be split.
-
-    Returns:
-        One number per micro-batch, at least 0.
-
-    Raises:
-        BatchError: A count is not a number, negative or not finite.
+    `whole` is the number of samples that a batch counts as if it cannot be split. Raises `BatchError` if a
+    count is not a number, negative or not finite.
     """
     count = job.count or layout_of(job, whole=whole).count
     counts = [_number(count(micro_batch)) for micro_batch in micro_batches]
@@ -83,18 +69,7 @@ def _no_number(what: str) -> BatchError:
 
 
 def shares_of(counts: Sequence[float], total: float) -> list[float]:
-    """Each count as a fraction of the total.
-
-    Args:
-        counts: Counts of micro-batches.
-        total: Count of the global batch.
-
-    Returns:
-        One fraction per count.
-
-    Raises:
-        BatchError: The total is 0.
-    """
+    """Each count as a fraction of the global batch's `total`. Raises `BatchError` if the total is 0."""
     if total == 0:
         raise BatchError(
             f"the mean over the global batch is over nothing: the counts of its {len(counts)} micro-batches "
@@ -104,14 +79,7 @@ def shares_of(counts: Sequence[float], total: float) -> list[float]:
 
 
 def check_loss(value: Any) -> None:
-    """Check that a loss can be trained on.
-
-    Args:
-        value: The result of a job's loss.
-
-    Raises:
-        LossError: It is not a tensor, not a real scalar, or has no gradient.
-    """
+    """Raise `LossError` if a loss is not a tensor, not a real scalar, or has no gradient."""
     if not isinstance(value, Tensor):
         raise LossError(
             f"the loss is a {type(value).__name__}, not a tensor. Return the scalar tensor itself, without "

@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, making room after one, and trying again.
+"""Recognize out-of-memory errors, free memory after one, and try again.
 
 A training step recovers by itself (`trainer/step/recovery.py`). Everything else that a run may do twice
 (copies for a save, checks of the weights, their average, the state of random generators) uses `with_room`.
@@ -31,8 +31,8 @@ _WORDS = (
     "can't allocate memory",
     "not enough memory",
 )
-"""What messages of a `RuntimeError` have in common where no memory could be had: "CUDA error: out of memory"
-and "CUDA driver error: out of memory" of calls past the allocator, the libraries' own (torch 2.13:
+"""Parts of the messages of a `RuntimeError` that is raised if no memory could be allocated: "CUDA error: out of
+memory" and "CUDA driver error: out of memory" of calls past the allocator, the libraries' own (torch 2.13:
 aten/src/ATen/cuda/CUDABlas.cpp, Exceptions.cpp), and the CPU's allocator (c10/core/impl/alloc_cpu.cpp).
 NOT_INITIALIZED is what `cublasCreate` and its like return where their handle finds no memory, at the first
 product of a process (torch's forum and issues; a broken driver gives it too, and is then reported with the
@@ -41,14 +41,10 @@ is "Failed to CUDA calloc"."""
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """The message of an out-of-memory error.
+    """The first line of an out-of-memory error's message; None for other errors.
 
-    Args:
-        error: Any error; its causes and contexts are checked too.
-
-    Returns:
-        The first line of the message; None for other errors, and for brimful's own, which already report what
-        happened.
+    Causes and contexts of `error` are checked too. brimful's own errors give None: they already report what
+    happened.
     """
     if isinstance(error, BrimfulError):
         return None
@@ -69,21 +65,15 @@ class RanOut:
     message: str
     """Message of the error."""
     place: str = ""
-    """Where it came from, outside of torch: a file, a line and a function."""
+    """The innermost line outside of torch that the error came from: a file, a line and a function."""
     refused: str = ""
-    """The error that an attempt with less raised; "" where memory ran out in it."""
+    """The error that an attempt with less raised; "" if memory ran out in it."""
 
 
 def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
-    """Run an action, and report if memory ran out in it.
+    """Call an action once, and return `RanOut` if memory runs out in it; its other errors are raised.
 
     The error is freed when this returns, and with it what the functions that it passed through held.
-
-    Args:
-        action: Called once; its other errors are raised.
-
-    Returns:
-        The result of the action, or `RanOut`.
     """
     try:
         return action()
@@ -99,17 +89,14 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
 def free_frames(error: BaseException) -> None:
     """Free what the functions held that an error passed through, also where they hold the error itself.
 
-    Left to the garbage collector, a DataLoader waits five seconds for each worker, as its queues are finalised
-    before its iterator (torch 2.13).
-
-    Args:
-        error: Of which nothing but its message is needed.
+    Of the error, only the message may be needed afterwards. If it is left to the garbage collector, a
+    DataLoader waits five seconds for each worker, as its queues are finalised before its iterator (torch 2.13).
     """
     clear_frames(error.__traceback__)
 
 
 class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
-    """Memory ran out in a step, and nothing that takes less is left to try; also a `torch.OutOfMemoryError`."""
+    """Memory ran out in a step, and no smaller attempt remains; also a `torch.OutOfMemoryError`."""
 
 
 _ENDS = (PartialUpdateError, OSError, ImportError, NameError)
@@ -120,7 +107,7 @@ class Recover(Protocol):
     """Called between two attempts."""
 
     def __call__(self, ran_out: RanOut, /, *, is_retry: bool) -> None:
-        """Take less if the attempt was a retry already, or raise what ends the attempts."""
+        """Make the next attempt smaller if the last was a retry already, or raise what ends the attempts."""
 
 
 def with_retries(
@@ -137,12 +124,12 @@ def with_retries(
 
     Args:
         attempt: Runs a step, or leaves everything as before.
-        recover: Called after each attempt in which memory ran out, once what is cached has been released.
+        recover: Called after each attempt that is to be repeated, once cached memory has been released.
         device: Where memory runs out.
         but: Errors that end the attempts.
 
     Returns:
-        What the last attempt returned.
+        The result of the last attempt.
     """
     ends: tuple[type[Exception], ...] = (*_ENDS, *but)
     ran_out: RanOut | None = None
@@ -174,7 +161,7 @@ def with_room(action: Callable[[], Result], *, during: str) -> Result:
         during: What is done, for the error: "memory ran out while …".
 
     Returns:
-        What the action returned.
+        The result of `action`.
 
     Raises:
         OutOfMemoryError: Memory ran out in both calls.
@@ -189,19 +176,14 @@ def with_room(action: Callable[[], Result], *, during: str) -> Result:
 
 
 def despite_out_of_memory(action: Callable[[], object], device: torch.device) -> None:
-    """Call an action, and once more if memory runs out in it.
-
-    Args:
-        action: May be called twice.
-        device: Where room is made in between.
-    """
+    """Call an action, and call it once more, after freeing memory, if memory runs out in it."""
     if isinstance(unless_out_of_memory(action), RanOut):
         make_room(device)
         action()
 
 
 def make_room(device: torch.device) -> None:
-    """Give back what nothing uses: garbage in reference cycles, and the allocator's cache."""
+    """Free what nothing uses: garbage in reference cycles, and the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

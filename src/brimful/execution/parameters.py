@@ -13,34 +13,28 @@ from brimful.errors import PartialUpdateError
 
 
 class ParameterSnapshot:
-    """Gradients as they are before a step, and the parameters that its forward passes are known to write to.
+    """Gradients before a step, and the parameters that its forward passes are known to write to.
 
-    Before a step there are no gradients, usually, so nothing is copied. Gradients that are there are copied to
-    the host, and so are parameters to which an earlier step's forward pass wrote (`Embedding(max_norm=…)`).
-
-    Args:
-        optimizer: Its parameters count beside those of the model.
+    Before a step there are no gradients, usually, so nothing is copied. Existing gradients are copied to the
+    host, and so are parameters to which an earlier step's forward pass wrote (`Embedding(max_norm=…)`).
+    Parameters of the optimizer count beside those of the model.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._usually_written: set[int] = set()
-        """Ids of parameters."""
+        """Ids of parameters that forward passes were seen to write to."""
         self._parameters: list[nn.Parameter] = []
         self._versions: list[int] = []
         self._gradients: list[Tensor | None] = []
         self._values: dict[int, Tensor] = {}
-        """Copies on the host, by place in the list of parameters."""
+        """Copies on the host, by index in the list of parameters."""
         self._gradient_values: dict[int, Tensor] = {}
         self._written: list[int] | None = None
-        """Places of those to which this step's forward passes wrote; None until they are over."""
+        """Indices of parameters to which this step's forward passes wrote; None until they end."""
 
     def take(self, modules: Sequence[nn.Module]) -> None:
-        """Keep what a step may change.
-
-        Args:
-            modules: All modules of the model.
-        """
+        """Keep what a step may change; `modules` are all modules of the model."""
         self._parameters = self._all(modules)
         self._versions = [parameter._version for parameter in self._parameters]
         self._gradients = [parameter.grad for parameter in self._parameters]
@@ -50,7 +44,7 @@ class ParameterSnapshot:
         self._written = None
 
     def end_of_forward(self) -> None:
-        """Learn which parameters were written to; what changes them from now on is the update."""
+        """Learn which parameters were written to; the update makes all later changes."""
         self._written = self._written_since()
         self._usually_written |= {id(self._parameters[i]) for i in self._written}
 
@@ -60,10 +54,9 @@ class ParameterSnapshot:
         self._values, self._gradient_values = {}, {}
 
     def restore(self) -> None:
-        """Give gradients back, and parameters the values from before the forward passes.
+        """Restore gradients, and the values of parameters from before the forward passes.
 
-        Raises:
-            PartialUpdateError: A parameter was written to for the first time, and has no copy.
+        Raises `PartialUpdateError` if a parameter was written to for the first time, and has no copy.
         """
         for i, (parameter, gradient) in enumerate(zip(self._parameters, self._gradients, strict=True)):
             if gradient is not None:
@@ -81,7 +74,7 @@ class ParameterSnapshot:
                 own_part(parameter).copy_(self._values[i])
 
     def _all(self, modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-        """Those that a step may give a gradient, each once."""
+        """Parameters that a step may give a gradient, each once."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         parameters += [p for module in modules for p in module._parameters.values() if p is not None]
         return list(dict(zip(map(id, parameters), parameters, strict=True)).values())

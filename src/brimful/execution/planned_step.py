@@ -46,9 +46,9 @@ class CheckSplit(Protocol):
     """Checks that a batch may be divided further; raises an error to refuse it."""
 
     def __call__(self, settings: Settings, global_batch: Batch, /, *, is_split: bool) -> bool:
-        """Check a batch under smaller settings; `is_split`: one in micro-batches has been checked before.
+        """Check a batch under smaller settings; returns whether it had enough samples for the check.
 
-        Whether it had enough samples for that is returned.
+        `is_split` says whether a batch in micro-batches has been checked before.
         """
 
 
@@ -173,7 +173,7 @@ class PlannedStep:
         samples = self._layout.count(global_batch)
         if (
             samples > self._settings.rank_batch_size and not self._settings.optimizer_in_backward
-        ):  # that refuses it
+        ):  # `optimizer_in_backward` refuses it
             warnings.warn(
                 f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
                 f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "
@@ -230,7 +230,7 @@ class PlannedStep:
     def _recover(
         self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool
     ) -> None:
-        """Record that memory ran out; use a smaller micro-batch if it did so before."""
+        """Record that memory ran out; use a smaller micro-batch if it ran out before."""
         before = self._settings
         if not ran_out.refused:
             self._ran_out_with = before.describe()
@@ -255,7 +255,7 @@ class PlannedStep:
         )
 
     def _with_less(self, global_batch: Batch, ran_out: RanOut) -> Settings:
-        """The same settings with the next smaller micro-batch."""
+        """The settings with the next smaller micro-batch."""
         settings = self._settings
         whole = settings.rank_batch_size
         smaller = [size for size in range(1, settings.micro_batch_size) if whole % size == 0]

@@ -26,7 +26,7 @@ def autocast(model: nn.Module, precision: Precision) -> torch.autocast:
 
 @contextmanager
 def no_autocast_of_caller() -> Iterator[None]:
-    """A step has the precision of its settings within: autocast that the caller has entered is out of force."""
+    """Within, autocast that the caller has entered is disabled: a step has the precision of its settings."""
     with ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -36,7 +36,7 @@ def no_autocast_of_caller() -> Iterator[None]:
 
 @contextmanager
 def matmul_precision(precision: Precision) -> Iterator[None]:
-    """Let float32 matmuls and convolutions use TF32 only if `precision` is TF32."""
+    """Within, float32 matmuls and convolutions use TF32 only if `precision` is TF32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = precision is Precision.TF32
@@ -47,7 +47,7 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's first parameter or buffer is; the CPU if it has none."""
+    """The device of the model's first parameter or buffer; the CPU if it has none."""
     for tensor in chain(model.parameters(), model.buffers()):  # lazily: every micro-batch asks
         if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != tensor.device.type:
             return torch.device(tensor.device_mesh.device_type)  # its part is on the host meanwhile
@@ -61,7 +61,7 @@ def make_scaler(precision: Precision, device_type: str) -> GradScaler | None:
 
 
 def unused_scaler(scaler: GradScaler, device_type: str) -> GradScaler:
-    """A loss scaler with the state of another, that has found nothing yet about a step's gradients."""
+    """A loss scaler with the state of another, without what that found about a step's gradients."""
     unused = GradScaler(device_type)
     unused.load_state_dict(scaler.state_dict())
     return unused

@@ -16,25 +16,14 @@ from brimful.transforms.host_link import to_device, to_device_done
 def prefetch_to(device: torch.device | str) -> Callable[[Batch], Callable[[], Batch]]:
     """A `prefetch` for `run_step` that copies to `device` on its own CUDA stream.
 
-    The host continues during the copy only if the memory is pinned. Without CUDA, the copy is synchronous.
-
-    Args:
-        device: The model's device.
-
-    Returns:
-        A function that begins the copy of a micro-batch on the host; calling its result makes the device wait
-        for the copy.
+    It begins the copy of a micro-batch on the host, and its result makes the device wait for the copy. The host
+    continues during the copy only if the memory is pinned. Without CUDA, the copy is synchronous.
     """
     return partial(_Coming, device=torch.device(device))
 
 
 class _Coming:
-    """A micro-batch that is being copied.
-
-    Args:
-        batch: A micro-batch on the host.
-        device: The target device.
-    """
+    """A micro-batch that is being copied from the host to `device`."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._copies: Batch = map_tensors(batch, partial(_begun, device=device))

@@ -16,25 +16,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """Generators of Python, NumPy and torch, as they were at one moment."""
+    """States of the generators of Python, NumPy and torch at one moment."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     host: bytes
-    """Of torch on the host. As a tensor it would count as memory of the step that it is kept for."""
+    """State of torch's generator on the host. A tensor would count as memory of the step it is kept for."""
     cuda: Tensor | None
-    """Of the device in use; None on a CPU."""
+    """State of the generator of the device in use; None on a CPU."""
 
     @classmethod
     def now(cls, device: torch.device) -> Self:
-        """The state of all generators.
-
-        Args:
-            device: Whose generator counts beside the host's.
-
-        Returns:
-            A copy.
-        """
+        """Copy the states of the host's generators, and of that of a CUDA `device`."""
         return cls(
             python=random.getstate(),
             numpy=_NUMPY.now(),
@@ -44,15 +37,11 @@ class RandomState:
 
     @property
     def host_tensor(self) -> Tensor:
-        """Of torch on the host, as `torch.Generator.set_state` takes it."""
+        """State of torch's generator on the host, as `torch.Generator.set_state` takes it."""
         return torch.frombuffer(bytearray(self.host), dtype=torch.uint8)
 
     def restore(self, device: torch.device) -> None:
-        """Set all generators back.
-
-        Args:
-            device: As in `now`.
-        """
+        """Restore the states of all generators; `device` is as in `now`."""
         random.setstate(self.python)
         _NUMPY.set(self.numpy)
         torch.set_rng_state(self.host_tensor)
@@ -62,7 +51,7 @@ class RandomState:
     @classmethod
     @contextmanager
     def kept(cls) -> Iterator[None]:
-        """Within, what is drawn on the host does not change what is drawn after it."""
+        """Within, random draws on the host do not change those that follow the context."""
         cpu = torch.device("cpu")
         before = cls.now(cpu)
         try:
@@ -71,7 +60,7 @@ class RandomState:
             before.restore(cpu)
 
     def to_save(self) -> dict[str, Any]:
-        """The state in plain numbers, lists and tensors, as a file may hold that runs no code when loaded."""
+        """The state in plain numbers, lists and tensors, so that a file of it runs no code when loaded."""
         version, numbers, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -83,7 +72,7 @@ class RandomState:
 
     @classmethod
     def from_save(cls, saved: dict[str, Any]) -> Self:
-        """The state that `to_save` gave."""
+        """The state from a result of `to_save`."""
         version, numbers, gauss = saved["python"]
         name, keys, *rest = saved["numpy"]
         return cls(
@@ -96,7 +85,7 @@ class RandomState:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, what is drawn on the host and on GPUs does not change what is drawn after it; also a decorator.
+    """Within, random draws on the host and GPUs do not change those that follow; also a decorator.
 
     Public functions that run a job's code have it: weights that are made after a prediction or a training run
     are those that would have been made without it.
@@ -111,7 +100,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def _bytes_of(state: Tensor) -> bytes:
-    """Of a tensor of bytes on the host; no op runs, which might find no memory."""
+    """Bytes of a tensor of bytes on the host; no op runs, which might find no memory."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -146,7 +135,7 @@ class _OfNumPy:
 _NUMPY = _OfNumPy()
 
 _MT19937_BYTES = 624 * 4 + 4
-"""Its numbers and the place among them (`mt19937_state`; checked: numpy 2.4)."""
+"""Bytes of the generator's numbers and the place among them (`mt19937_state`; checked: numpy 2.4)."""
 
 
 def _bytes_of_numpy() -> bytes | None:

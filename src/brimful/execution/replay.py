@@ -1,7 +1,7 @@
 """A step run again after memory ran out in it: writes that were made already are skipped.
 
-Where the step computes something from a tensor that is ahead of it, the result is wrong and followed: a write
-of it that is still to be made is refused.
+If the step computes something from a tensor that is ahead of it, the result is wrong and tracked: an op that
+would still write it to a parameter or state is refused.
 
 Private torch API used here: `OpOverload._schema`, `Tensor._base` (checked: torch 2.11 and 2.13).
 """
@@ -28,16 +28,10 @@ def replay(
     optimizer: Optimizer,
     parameters: Sequence[nn.Parameter],
 ) -> None:
-    """Run a step again for some parameters.
+    """Run a step again for some parameters with a gradient; `step` calls the optimizer's `step`.
 
-    Args:
-        step: Calls the optimizer's `step`.
-        ahead: How many writes of each parameter, gradient and state were made already.
-        optimizer: Of the step.
-        parameters: Those with a gradient.
-
-    Raises:
-        PartialUpdateError: The step needs a value that was overwritten.
+    `ahead` says how many writes of each parameter, gradient and state were made already. Raises
+    `PartialUpdateError` if the step needs a value that was overwritten.
     """
     had_state = [bool(optimizer.state.get(parameter)) for parameter in parameters]
     with _ReplayMode(ahead) as again:
@@ -54,15 +48,14 @@ def replay(
 class _ReplayMode(EagerDispatchMode):
     """Skips writes that were made already, and refuses to compute a write from what is ahead.
 
-    Args:
-        ahead: How many writes of each parameter, gradient and state were made already.
+    `ahead` says how many writes of each parameter, gradient and state were made already.
     """
 
     def __init__(self, ahead: dict[Place, int]) -> None:
         super().__init__()
         self._ahead = dict(ahead)
         self._wrong = WeakTensorKeyDictionary()
-        """Temporaries whose values are not those of the first run."""
+        """Temporaries whose values differ from those of the first run."""
 
     def __torch_dispatch__(
         self,
@@ -108,13 +101,13 @@ class _ReplayMode(EagerDispatchMode):
         return self._ahead.get(self._place_counted(tensor), 0)
 
     def _place_counted(self, tensor: Tensor) -> Place:
-        """Where the changes of a tensor are counted; those of a part with those of the whole."""
+        """Where the changes of a tensor are counted; those of a view are counted with its base."""
         place = place_of(tensor)
         whole = tensor._base
         return place if place in self._ahead or whole is None else place_of(whole)
 
     def is_wrong(self, tensor: Tensor) -> bool:
-        """Whether a tensor's value is not that of the first run at this point."""
+        """Whether a tensor's value differs from that of the first run at this point."""
         return tensor in self._wrong or self._times_ahead(tensor) > 0
 
     def _refuse(self, func: torch._ops.OpOverload) -> None:

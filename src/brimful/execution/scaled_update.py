@@ -1,8 +1,8 @@
-"""Updates under a loss scaler of another loop's own, retried where memory runs out in them.
+"""Updates under the loss scaler of a user's own loop, retried if memory runs out in them.
 
 A scaler divides the gradients by its scale once in a step, steps the optimizer unless one of them is infinite,
-and then changes the scale. Until the optimizer steps, the step so far can be run again, if the scaler forgets
-what it has found about the gradients. From then on the update is completed. The scale is changed last, by one
+and then changes the scale. Until the optimizer steps, the step so far can be run again, if what the scaler has
+found about the gradients is discarded. From then on the update is completed. The scale is changed last, by one
 op.
 
 Private torch API used here: `GradScaler._per_optimizer_states`, `OptState` (checked: torch 2.13).
@@ -36,7 +36,7 @@ class ScaledUpdates:
 
     Args:
         scaler: Steps the optimizer; not disabled.
-        optimizer: Not in a wrapper; its own `step` is completed by someone else.
+        optimizer: Not in a wrapper; something else completes its own `step`.
         device: Where memory runs out.
         run_unscaling: Runs an action that divides the gradients, runs the step so far again where memory runs
             out in it, and repeats the action where memory runs out later in the step.
@@ -63,7 +63,7 @@ class ScaledUpdates:
         self._changes.close()
 
     def forget(self) -> None:
-        """Let the scaler know nothing about the step's gradients, which are computed again."""
+        """Discard what the scaler found about the step's gradients, which are computed again."""
         self._scaler._per_optimizer_states.pop(id(self._optimizer), None)
         self._clear_attributes()
 
@@ -103,16 +103,9 @@ class ScaledUpdates:
 def replace_step(optimizer: Optimizer, wrapper: Any, step: Callable[..., Any]) -> Callable[[], None]:
     """Replace an optimizer's `step`, also where Accelerate calls it for a loss scaler.
 
-    Accelerate 1.15 puts a method of its own in its place for each update, and afterwards the one that it found
-    when it wrapped the optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        wrapper: Accelerate's or another, or the optimizer itself.
-        step: In place of its `step`.
-
-    Returns:
-        What restores it.
+    Accelerate 1.15 replaces `step` by a method of its own for each update, and afterwards restores the one that
+    it found when it wrapped the optimizer. `wrapper` is Accelerate's or another, or the optimizer itself.
+    Returns a function that restores `step`.
     """
     changes = ExitStack()
     changes.callback(replace_attribute(optimizer, "step", step))

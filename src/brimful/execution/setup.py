@@ -24,11 +24,7 @@ _IN_TORCH = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 def is_of_this_machine(device: object) -> bool:
     """Whether a device is named as in torch, which means this machine, and not by a GPU's name.
 
-    Args:
-        device: A device such as "cuda:0", `torch.device("cpu")` or "RTX 3090".
-
-    Returns:
-        Whether it is a `torch.device`, an index, or "auto", "cpu" or "cuda" with or without an index.
+    Names of this machine are a `torch.device`, an index, and "auto", "cpu" or "cuda" with or without an index.
     """
     if isinstance(device, torch.device | int):
         return True
@@ -47,7 +43,7 @@ def choose_device(asked: torch.device | str | int | None, planned_kind: str | No
         The user's choice, else a device of the planned kind, else the GPU if there is one.
 
     Raises:
-        UsageError: It is neither a CPU nor a CUDA device, or this machine has none.
+        UsageError: The device is neither a CPU nor a CUDA device, or this machine has none.
     """
     has_cuda = torch.cuda.is_available()
     if isinstance(asked, str):
@@ -88,10 +84,6 @@ def set_up_allocator(settings: Settings, device: torch.device) -> None:
     expandable segments keep the user's own configuration, but revert that of this function.
     Existing segments do not change, so call it before the model is on the device, to reserve the least.
 
-    Args:
-        settings: Settings of the step to run.
-        device: Its device.
-
     Source: torch.cuda.memory._set_allocator_settings, deprecated for the private call used here (torch 2.13).
     """
     global _expands_segments
@@ -113,7 +105,7 @@ def set_up_allocator(settings: Settings, device: torch.device) -> None:
 
 
 def _allocator_settings() -> str:
-    """PyTorch's options: the user's, where torch does not report those that were set since (before 2.12)."""
+    """PyTorch's allocator options; only the user's where torch cannot report later ones (before 2.12)."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         reported: str = torch._C._accelerator_getAllocatorSettings()
         return reported
@@ -136,19 +128,11 @@ def _copy_of(model: nn.Module, job: Job) -> nn.Module:
 
 
 def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
-    """The job's model, with real weights.
+    """The job's model, with real weights, where it was built.
 
-    Args:
-        job: Its model is a module or a function that builds one.
-        is_copied: Return a copy of a module that was there before: of one that is given, and of one that the
-            function returns without building it.
-
-    Returns:
-        The model, where it was built.
-
-    Raises:
-        UsageError: The function builds something else or leaves tensors on the meta device; or quantised
-            weights are packed so that they cannot be trained.
+    `is_copied` returns a copy of a module that existed before: of one that is given, and of one that the
+    function returns without building it. Raises `UsageError` if the function builds something else or leaves
+    tensors on the meta device, or if quantised weights are packed so that they cannot be trained.
     """
     if isinstance(job.model, nn.Module):
         check_runs_on_one_device(job.model, job=job.name)

@@ -1,4 +1,4 @@
-"""Delaying signal handlers, which may raise (KeyboardInterrupt, above all), while a step cannot be left."""
+"""Delay signal handlers, which may raise (KeyboardInterrupt, above all), while a step must not be left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name
 class HeldSignals:
     """Calls the handlers of signals as they come, or later, once they are held back.
 
-    A handler that raises holds back those that come after it: what it raises is being handled.
+    A handler that raises holds back those that come after it, while what it raised is handled.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class HeldSignals:
         self._pending: dict[int, None] = {}
 
     def hold(self) -> None:
-        """From now on until `in_force` ends, handlers wait."""
+        """Delay handlers from now on until `in_force` ends."""
         self._is_holding = True
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Within, signals come here; at its end, handlers that waited are called.
+        """Within, signals are handled here; at the end of the context, handlers that waited are called.
 
         Outside the main thread, which alone gets signals, it does nothing.
         """

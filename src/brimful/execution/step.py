@@ -122,7 +122,7 @@ def _accumulate(
     hooks: StepHooks,
     last_repeats: int,
 ) -> Tensor:
-    """Forward and backward of every micro-batch; the loss of the global batch."""
+    """Run forward and backward of every micro-batch; returns the loss of the global batch, detached."""
     scaler = parts.scaler
 
     def backward(value: Tensor) -> None:
@@ -172,7 +172,7 @@ def _run_with_updates_in_backward(
 def _prefetched(
     prefetch: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], last_repeats: int
 ) -> Iterator[Batch]:
-    """Micro-batches on the device, of which nothing is held here; the next of each is on its way."""
+    """Micro-batches on the device, of which nothing is held here; the copy of the next one has begun."""
     coming: Callable[[], Batch] | None = prefetch(micro_batches[0])
     for following in (*micro_batches[1:], micro_batches[-1] if last_repeats > 1 else None):
         assert coming is not None
@@ -203,7 +203,7 @@ def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     gradients = [p.grad for p in parameters if p.grad is not None]
     check_gradients_are_dense(gradients)
     norm = nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):  # of gradients that are divided over ranks
+    if isinstance(norm, DTensor):  # gradients are sharded over ranks
         norm = norm.full_tensor()
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -225,7 +225,7 @@ def _update(optimizer: Optimizer, scaler: GradScaler | None, hooks: StepHooks) -
 
 @contextmanager
 def _stepping_through(optimizer: Optimizer, call_update: CallAction) -> Iterator[None]:
-    """Within, the optimizer's step is called by `call_update`; a scaler calls it by name."""
+    """Within, `call_update` calls the optimizer's step; a scaler calls it by name."""
     step, own = optimizer.step, optimizer.__dict__.get("step")  # a schedule puts one of its own there
     optimizer.step = lambda: call_update(step)  # type: ignore[method-assign, assignment]
     try:

@@ -33,9 +33,9 @@ _WAY_OUT = "Resume from the last checkpoint."
 class StepTransaction:
     """Runs the steps of one model, and undoes a step that raises.
 
-    It restores parameters, buffers, gradients, the state of optimizer and loss scaler, and the random states of
-    Python, NumPy, torch and the model's device. An interrupt during the update is delayed until the step is
-    complete.
+    A transaction restores parameters, buffers, gradients, the state of optimizer and loss scaler, and the
+    random states of Python, NumPy, torch and the model's device. An interrupt during the update is delayed
+    until the step is complete.
 
     Args:
         executor: Runs the steps, with `hooks`.
@@ -78,30 +78,17 @@ class StepTransaction:
         )
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """Run a step.
+        """Run a step; `step` calls the executor once, with `hooks`.
 
-        Args:
-            step: Calls the executor once, with `hooks`.
-
-        Returns:
-            What `step` returns.
-
-        Raises:
-            PartialUpdateError: It raised and could not be undone.
+        Raises `PartialUpdateError` if the step raised and could not be undone.
         """
         return self._run(step, keeps=True)
 
     def dry_run(self, step: Callable[[], Result]) -> Result:
         """Run a step without an update, and undo it.
 
-        Args:
-            step: Calls the executor once, with `hooks` and `updates=False`.
-
-        Returns:
-            What `step` returns.
-
-        Raises:
-            PartialUpdateError: It could not be undone.
+        `step` calls the executor once, with `hooks` and `updates=False`. Raises `PartialUpdateError` if the
+        step could not be undone.
         """
         return self._run(step, keeps=False)
 
@@ -161,7 +148,7 @@ class StepTransaction:
                 parts.callback(self._parameters.restore)
 
     def _undo_failed(self, random: RandomState, error: BaseException) -> None:
-        """Undo a step that raised; raise PartialUpdateError if it cannot be undone."""
+        """Undo a step that raised; raises `PartialUpdateError` if it cannot be undone."""
         try:
             with_room(partial(self._undo, random), during="a failed step is undone")
         except PartialUpdateError as failure:

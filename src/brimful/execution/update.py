@@ -1,16 +1,16 @@
-"""An optimizer step that ends well although memory runs out in the middle of it.
+"""An optimizer step that is completed even if memory runs out in the middle of it.
 
 An optimizer writes to the parameters and its own state op by op; where memory runs out between two of them,
 some are written and others are not. Nothing is copied beforehand for that rare case. Instead `writes.py` counts
 how often each tensor was written to, and `replay.py` runs the step again and skips the writes that were already
-made. So the step ends as if memory had not run out, or says that it cannot. Only until it is known how often a
-step writes to each tensor, usually in the first two steps, are parameters and state copied to the host, and a
-step is undone instead.
+made. So the step ends as if memory had not run out, or raises an error if it cannot. Only until it is known how
+often a step writes to each tensor, usually in the first two steps, are parameters and state copied to the host,
+and a step is undone instead.
 
 Any other error is raised to the caller. Parameters and state are then as before the step if nothing was written
 yet, or if there are copies; else the error is a `PartialUpdateError`.
 
-If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
+If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are updated by
 halves, quarters, … down to single ones, which compute the same.
 """
 
@@ -31,19 +31,16 @@ from brimful.execution.replay import replay
 from brimful.execution.writes import Layout, StepWrites
 
 ATTEMPTS_OF_LEAST = 5
-"""How often the least that can be updated at once is tried. A choice: a try takes no longer than an update, and
-giving up loses the model, though memory that something else holds may be back at the next."""
+"""Attempts at the least that can be updated at once. A choice: an attempt takes no longer than an update, and
+giving up loses the model, though memory that something else holds may be free at the next."""
 
 
 class AtomicUpdate:
     """An optimizer step that completes or ends the run.
 
-    For parameters that are sharded over ranks, and for updates on the host, which need no device memory.
-
-    Args:
-        what: What is updated, for messages.
-        way_out: Called with the out-of-memory message; returns how the user can continue.
-        has_begun: Whether the running step may have changed something.
+    It is for parameters that are sharded over ranks, and for updates on the host, which need no device memory.
+    `what` is what it updates, for messages; `way_out` takes the out-of-memory message and returns how the user
+    can continue; `has_begun` says whether the running step may have changed something.
     """
 
     def __init__(
@@ -54,13 +51,9 @@ class AtomicUpdate:
         self._has_begun = has_begun
 
     def run(self, step: Callable[[], object]) -> None:
-        """Run one step.
+        """Run one step; `step` calls the optimizer's `step`. Errors before it has begun are raised unchanged.
 
-        Args:
-            step: Calls the optimizer's `step`. Errors before it has begun are raised unchanged.
-
-        Raises:
-            PartialUpdateError: An error was raised once the step had begun.
+        Raises `PartialUpdateError` if an error was raised once the step had begun.
         """
         try:
             ran_out = _whether_ran_out(step)
@@ -83,32 +76,26 @@ class AtomicUpdate:
 class ResumableUpdate:
     """An optimizer step that can be finished or undone if memory runs out during it.
 
-    Args:
-        optimizer: An optimizer, with or without state.
-        make_room: Called each time that memory ran out.
+    `make_room` is called each time that memory ran out.
     """
 
     def __init__(self, optimizer: Optimizer, make_room: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._make_room = make_room
-        # brimful's own is made of torch's
+        # brimful's own optimizer consists of torch's
         self._is_of_torch = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
         self._layout: Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
         self._options: list[tuple[str, bool]] = []
-        """The options with which it makes them."""
+        """Options of the groups with which a step makes these changes."""
 
     def run(self, step: Callable[[], object]) -> None:
-        """Run one step.
+        """Run one step; `step` calls the optimizer's `step`.
 
-        Args:
-            step: Calls the optimizer's `step`. If it raises, everything is as before, or this raises
-                `PartialUpdateError`.
-
-        Raises:
-            torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; everything is as before.
-            PartialUpdateError: An error was raised, and the step can neither be finished nor undone.
+        Raises `torch.OutOfMemoryError` if memory ran out and the step cannot be finished, or the error of
+        `step`; everything is then as before. Raises `PartialUpdateError` if the step can neither be finished
+        nor undone.
         """
         before = StepWrites(self._optimizer, self._layout)
         self._layout = before.layout
@@ -134,7 +121,7 @@ class ResumableUpdate:
             raise
 
     def _unfinished(self, ran_out: RanOut, *, is_undone: bool) -> Exception:
-        """The error of a step that memory ran out in."""
+        """The error of a step in which memory ran out and that cannot be finished."""
         what = f"memory ran out in the update by {type(self._optimizer).__name__}, and it cannot be finished"
         with_less = (
             "with less: another optimizer_implementation ('fused' takes no temporaries), a smaller optimizer, "
@@ -148,7 +135,7 @@ class ResumableUpdate:
         )
 
     def _undo(self, before: StepWrites, copies: _Copies | None, error: BaseException) -> None:
-        """Leave parameters and state as before a step that raised, or raise PartialUpdateError."""
+        """Leave parameters and state as before a step that raised, or raise `PartialUpdateError`."""
         if copies is None and not (self._is_of_torch and before.has_changed_nothing()):
             raise _half_updated(f"the update by {type(self._optimizer).__name__}", error) from error
         try:
@@ -159,7 +146,7 @@ class ResumableUpdate:
             raise _half_updated("taking back an update", failure) from error
 
     def _retry(self, step: Callable[[], object], before: StepWrites, copies: _Copies) -> RanOut | None:
-        """Run a step from its beginning, which is restored."""
+        """Restore the beginning of a step, and run it again."""
 
         def again(some: Sequence[nn.Parameter]) -> None:
             copies.restore(some)
@@ -169,7 +156,7 @@ class ResumableUpdate:
         return self._by_parts(before.parameters, lambda some: _whether_ran_out(partial(again, some)))
 
     def _finish(self, step: Callable[[], object], before: StepWrites) -> RanOut | None:
-        """Complete a step that memory ran out in."""
+        """Complete a step in which memory ran out."""
         if not self._is_of_torch:
             return RanOut("what an optimizer of another library has written is unknown")
 
@@ -186,7 +173,7 @@ class ResumableUpdate:
     def _by_parts(
         self, parameters: Sequence[nn.Parameter], attempt: Callable[[Sequence[nn.Parameter]], RanOut | None]
     ) -> RanOut | None:
-        """Attempt all, halves, quarters, …; the last error if not even one parameter could be updated."""
+        """Attempt all parameters, halves, quarters, …; returns the error if a single one cannot be updated."""
         pending = [parameters] if parameters else []
         while pending:
             some = pending.pop()
@@ -220,7 +207,7 @@ class _Copies:
         }
 
     def restore(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take the step back for some parameters."""
+        """Restore some parameters and their state."""
         for parameter in parameters:
             self._parameters[id(parameter)].restored()
             if id(parameter) not in self._states:
@@ -260,7 +247,7 @@ def _whether_ran_out(step: Callable[[], object]) -> RanOut | None:
 
 @contextmanager
 def _only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within, all other parameters have no gradient, so that a step passes them over."""
+    """Within, all other parameters have no gradient, so that a step skips them."""
     chosen = {id(parameter) for parameter in parameters}
     others = [
         (parameter, parameter.grad)

@@ -2,7 +2,7 @@
 
 A gradient is complete when autograd has accumulated it over all uses of its parameter; backward does not read
 the parameter after that. torch then calls a hook. The hook runs the optimizer's step for that parameter alone,
-which is the same as for all at once if the optimizer updates each parameter independently, and frees its
+which equals the step for all at once if the optimizer updates each parameter independently, and frees its
 gradient.
 
 Such an update cannot be undone: after an error during it, some parameters are updated and others are not.
@@ -24,14 +24,7 @@ from brimful.errors import PartialUpdateError, UsageError
 
 
 def clipped_in_backward(max_gradient_norm: float) -> UsageError:
-    """The error if gradients are to be clipped too.
-
-    Args:
-        max_gradient_norm: The norm to clip to.
-
-    Returns:
-        The error to raise.
-    """
+    """The error for clipped gradients with `optimizer_in_backward`."""
     return UsageError(
         f"max_gradient_norm is {max_gradient_norm}, and the norm of all gradients is known only after "
         "backward, when optimizer_in_backward has updated every parameter. Leave out one of the two."
@@ -45,13 +38,9 @@ def steps_one_by_one(optimizer: Optimizer) -> bool:
 
 
 class UpdateInBackward:
-    """An optimizer that steps in backward, parameter by parameter.
+    """An optimizer of `torch.optim`, or brimful's own, that steps in backward, parameter by parameter.
 
-    Args:
-        optimizer: An optimizer of `torch.optim`, or brimful's own.
-
-    Raises:
-        UsageError: The optimizer may use several parameters together.
+    Raises `UsageError` if the optimizer may use several parameters together.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -70,16 +59,9 @@ class UpdateInBackward:
         """Whether to update parameters; False only frees their gradients, for a rehearsal."""
 
     def run(self, backward: Callable[[], Any]) -> Tensor:
-        """Run backward and all updates.
+        """Run backward and all updates; returns the 2-norm of all gradients, a scalar.
 
-        Args:
-            backward: From the loss.
-
-        Returns:
-            Scalar: the 2-norm of all gradients.
-
-        Raises:
-            PartialUpdateError: A parameter got its gradient in parts, by several backwards in one.
+        Raises `PartialUpdateError` if a parameter got its gradient in parts, by several backwards in one.
         """
         norms: list[Tensor] = []
         done: set[int] = set()

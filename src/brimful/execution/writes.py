@@ -23,16 +23,16 @@ from brimful.batches import tensors_in
 from brimful.dispatch_mode import EagerDispatchMode
 
 Place = tuple[int, int]
-"""Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
+"""Address of a tensor's bytes, and their number: the same for a tensor and a view of the whole of it."""
 
 
 class Layout:
-    """Where an optimizer keeps what; the same from step to step once its state is made."""
+    """The tensors and numbers of an optimizer; the same from step to step once its state is made."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
         self.tensors = {id(p): (p, *state_tensors(optimizer, p)) for p in parameters}
-        """Of each parameter: itself and its state."""
+        """By the id of each parameter: itself and the tensors of its state."""
         self.all_tensors = [tensor for each in self.tensors.values() for tensor in each]
         self.ids = tuple(map(id, self.all_tensors))
         self.holders_of_numbers = [holder for holder in states if _numbers_in(holder)]
@@ -63,22 +63,22 @@ class StepWrites:
         self._numbers = [(holder, _numbers_in(holder)) for holder in holders]
 
     def options_in_use(self) -> list[tuple[str, bool]]:
-        """Which options are not zero, such as weight decay: how often a step writes depends on it."""
+        """Numeric options of groups, and whether each is nonzero: how often a step writes depends on it."""
         groups = self._optimizer.param_groups
         return [(name, bool(value)) for group in groups for name, value in _numbers_in(group).items()]
 
     def counting(self) -> AbstractContextManager[object]:
-        """Within, changes are counted, if torch does not."""
+        """Context that counts changes, if torch does not count them."""
         return nullcontext() if self._counter is None else self._counter
 
     def counting_replays(self) -> AbstractContextManager[object]:
-        """Within, changes are counted by what is executed, not by versions."""
+        """Context that counts changes by what is executed, not by versions."""
         if self._counter is None:
             self._counter = _WriteCounter({id(tensor): times for tensor, times in self._changes()})
         return self._counter
 
     def has_seen_all(self) -> bool:
-        """Whether the step made no state of which it was not known before."""
+        """Whether the step made no state that was not known before."""
         return self.layout.is_of(self._optimizer, self.parameters)
 
     def has_changed_nothing(self) -> bool:
@@ -87,11 +87,11 @@ class StepWrites:
         return self.has_seen_all() and not any(times for _tensor, times in kept)
 
     def changes(self) -> dict[Place, int]:
-        """How often each tensor was changed since."""
+        """How often each tensor was changed since the step began."""
         return {place_of(tensor): times for tensor, times in self._changes()}
 
     def changes_by_parameter(self) -> dict[int, tuple[int, ...]]:
-        """The same of each parameter and its state."""
+        """How often each parameter and each tensor of its state was changed, by the parameter's id."""
         changes = {id(tensor): times for tensor, times in self._changes()}
         return {
             key: tuple(changes[id(tensor)] for tensor in tensors)
@@ -99,7 +99,7 @@ class StepWrites:
         }
 
     def restore_numbers(self) -> None:
-        """Give state and groups their numbers back; a step that is run again changes them again."""
+        """Restore the numbers of state and groups; a step that is run again changes them again."""
         for holder, numbers in self._numbers:
             holder.update(numbers)
 
@@ -119,8 +119,7 @@ def _numbers_in(holder: Mapping[str, Any]) -> dict[str, Any]:
 class _WriteCounter(EagerDispatchMode):
     """Counts the changes of tensors; those of a view with those of the whole.
 
-    Args:
-        changes: How often each tensor was changed already, by the id of one that lives longer than this.
+    `changes` says how often each tensor was changed already, by the id of one that lives longer than this.
     """
 
     def __init__(self, changes: dict[int, int]) -> None:
@@ -178,7 +177,7 @@ def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ..
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where a tensor's bytes are."""
+    """Address and number of a tensor's bytes."""
     return tensor.data_ptr(), tensor.nbytes
 
 

@@ -47,14 +47,10 @@ _CLASSES = {
 
 
 def check_mathematics(source: ExportSource, tool: ExportTool) -> None:
-    """Refuse a plan whose steps compute something else in a tool.
+    """Raise `UsageError` for a plan whose steps compute something else in a tool.
 
-    Args:
-        source: The plan and its job.
-        tool: Averages the gradients of micro-batches and ranks with equal weights.
-
-    Raises:
-        UsageError: The job's loss is not such an average.
+    Tools average the gradients of micro-batches and ranks with equal weights; the job's loss must be such an
+    average.
     """
     settings = source.settings
     if settings.gradient_accumulation_steps * settings.world_size == 1:
@@ -76,12 +72,8 @@ def check_mathematics(source: ExportSource, tool: ExportTool) -> None:
 def without_others(settings: Settings, expressed: frozenset[str]) -> tuple[Settings, tuple[str, ...]]:
     """The settings that a tool can express, and descriptions of the others.
 
-    Args:
-        settings: Of a plan.
-        expressed: Names of fields that the tool, or its user by a remark, can set.
-
-    Returns:
-        The settings with the remaining fields at values that change nothing, and what that removes.
+    `expressed` has the names of fields that the tool, or its user by a remark, can set. The remaining fields
+    get values that change nothing.
     """
     removed = {
         name: plain

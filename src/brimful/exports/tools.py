@@ -37,17 +37,9 @@ _COPIED_OUTPUTS = (
 
 
 def write_export(source: ExportSource, tool: ExportTool) -> Export:
-    """A plan as a file of another tool.
+    """A plan as a file of another tool, without a predicted peak.
 
-    Args:
-        source: The plan's settings and what matters of its job.
-        tool: Reads the file.
-
-    Returns:
-        The export, without a predicted peak.
-
-    Raises:
-        UsageError: The tool would train something else, or cannot divide the model as the plan does.
+    Raises `UsageError` if the tool would train something else, or cannot divide the model as the plan does.
     """
     check_mathematics(source, tool)
     return _WRITERS[tool](source)
@@ -154,8 +146,8 @@ _OPTIMIZERS_OF_TRANSFORMERS: Mapping[str, Mapping[str, Any]] = {
     "adagrad": {"optim": "adagrad"},
     "adamw8bit": {"optim": "adamw_bnb_8bit"},
 }
-"""The same formulas. Transformers' adafactor is another than torch's: it does not scale by the parameter
-(source: `trainer_optimizer.py`, transformers 5.23)."""
+"""Arguments that choose the same formulas. Transformers' adafactor is another than torch's: it does not scale
+by the parameter (source: `trainer_optimizer.py`, transformers 5.23)."""
 
 
 def _adamw_of(source: ExportSource) -> str | None:

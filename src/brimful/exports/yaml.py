@@ -8,14 +8,9 @@ from typing import Any
 
 
 def to_yaml(document: Mapping[str, Any], *, comments: tuple[str, ...] = ()) -> str:
-    """A mapping as YAML, which writes texts as JSON does.
+    """A mapping as YAML, which writes texts as JSON does; `comments` are lines before it.
 
-    Args:
-        document: Of plain keys; values are texts, numbers, bools, None, or such mappings.
-        comments: Lines before it.
-
-    Returns:
-        The text of a file.
+    Keys are plain; values are texts, numbers, bools, None, or such mappings.
     """
     lines = [f"# {comment}" for comment in comments]
     return "\n".join([*lines, *_lines(document, "")]) + "\n"

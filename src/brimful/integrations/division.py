@@ -23,7 +23,7 @@ class Division:
     """How a trainer divides its batches."""
 
     whole: int
-    """Samples of a batch of its loader."""
+    """Samples of a batch of the loader."""
     whose: str
     """"trainer" or "loader", in messages."""
     weighs_labels: bool = False
@@ -32,16 +32,8 @@ class Division:
     def check_planned(self, job: Job, settings: Settings, baseline: Trace) -> bool:
         """Check before training what `check_first` checks in the first step.
 
-        Args:
-            job: Its count is that by which the trainer weighs micro-batches.
-            settings: The plan's settings.
-            baseline: Training without a plan.
-
-        Returns:
-            Whether a batch is known to be what its parts are.
-
-        Raises:
-            EquivalenceError: It is not.
+        The count of `job` is that by which the trainer weighs micro-batches; `baseline` is training without a
+        plan. Returns whether a batch is known to be what its parts are; raises `EquivalenceError` if it is not.
         """
         if settings.micro_batch_size >= self.whole:
             return True
@@ -51,23 +43,15 @@ class Division:
     def check_first(self, job: Job, model: nn.Module, settings: Settings, batch: Batch) -> bool:
         """Check, on a few samples of the first batch, that its loss is made of those of its micro-batches.
 
-        Args:
-            job: As for `check_planned`.
-            model: In training; neither it nor random generators are changed.
-            settings: The plan's settings.
-            batch: One of the loader.
-
-        Returns:
-            Whether that is decided; a batch of few samples decides nothing.
-
-        Raises:
-            EquivalenceError: It is not.
+        The count of `job` is that by which the trainer weighs micro-batches. The model is in training; neither
+        it nor random generators are changed. Returns whether that is decided: a batch of few samples decides
+        nothing. Raises `EquivalenceError` if the loss is not made of those of the micro-batches.
         """
         with self._saying_how_to_keep_it_whole():
             return check_split(job, model, self._divided(settings), batch, weighs_labels=self.weighs_labels)
 
     def _divided(self, settings: Settings) -> Settings:
-        """Settings of which a step is one batch."""
+        """The plan's settings for a step of one batch."""
         return replace(settings, gradient_accumulation_steps=-(-self.whole // settings.micro_batch_size))
 
     @contextmanager

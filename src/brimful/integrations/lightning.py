@@ -47,7 +47,7 @@ from brimful.settings import Settings
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-"""Lightning's names. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
+"""Lightning's names of precisions. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
 _EPOCHS = 1000
 """Epochs of a trainer without max_epochs. Source: lightning 2.6, `Trainer.__init__`."""
 
@@ -80,7 +80,7 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
 
 
 def _job_and_lengths(module: LightningModule, loader: DataLoader[Any]) -> tuple[Job, tuple[str, ...]]:
-    """The job of the longest batch, and of which sizes it is where they differ."""
+    """The job of a loader's longest batch, and a note on its sizes where batches differ."""
     if not module.automatic_optimization:
         raise UsageError(
             f"{type(module).__name__} optimizes manually. Use `bf.prepare` in its own loop, and `Job(loop=…)` "
@@ -92,7 +92,7 @@ def _job_and_lengths(module: LightningModule, loader: DataLoader[Any]) -> tuple[
 
 
 def _job(module: LightningModule, batch: Batch, trainer: Callable[[], Trainer]) -> Job:
-    """The job of a module; it has a trainer of its own where none trains it."""
+    """The job of a module; where no trainer trains the module, it is attached to one that `trainer` makes."""
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     attached = cache(trainer)
 
@@ -311,7 +311,7 @@ def _check_samples(plan: Plan, trainer: Trainer) -> None:
 
 
 def _check_first(module: LightningModule, settings: Settings, division: Division, batch: Batch) -> bool:
-    """Refuse a loss that is not the mean of those of the parts of a batch."""
+    """Refuse a loss of a batch that is not the mean of the losses of its parts."""
     with unchanged(module):
         return division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
 
@@ -320,9 +320,6 @@ class PlanningTrainer(Trainer):
     """Stands for the trainer of a planned module: `configure_optimizers` may read how long it trains.
 
     It trains for as many epochs as Lightning does by default. A plan does not depend on it.
-
-    Args:
-        loader: Of the training samples.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -367,7 +364,7 @@ class PlanningTrainer(Trainer):
 
 @contextmanager
 def _attached(module: LightningModule, trainer: Callable[[], Trainer]) -> Iterator[None]:
-    """Within, a module that no trainer trains has one."""
+    """Attach a trainer to a module that no trainer trains, within the context."""
     if module._trainer is not None or module._fabric is not None:
         yield
         return
@@ -380,7 +377,7 @@ def _attached(module: LightningModule, trainer: Callable[[], Trainer]) -> Iterat
 
 @contextmanager
 def _without_logging(module: nn.Module) -> Iterator[None]:
-    """Within, `self.log` does nothing: without a trainer it would only warn that there is none."""
+    """Make `self.log` do nothing within the context: without a trainer it would only warn of that."""
     if not isinstance(module, LightningModule) or type(module).log is not LightningModule.log:
         yield
         return
@@ -393,7 +390,7 @@ def _log_nothing(*_args: Any, **_options: Any) -> None:
 
 
 def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]:
-    """That no step of an epoch is as large as planned, if the data have too few samples."""
+    """A note that no step of an epoch is as large as planned, if the data have too few samples."""
     found = len(loader.dataset) if isinstance(loader.dataset, Sized) else size
     if found >= size:
         return ()
@@ -404,7 +401,7 @@ def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]
 
 
 def _longest_batch(loader: DataLoader[Any]) -> tuple[Batch, tuple[str, ...]]:
-    """A batch of the largest samples of a loader, and of which sizes it is where they differ."""
+    """A batch of a loader's largest samples, and a note on its sizes where batches differ."""
     read = longest_of_data(loader, loader.batch_size or 1, BatchLayout())
     if read is None:
         return _first_batch(loader), ()
@@ -431,7 +428,7 @@ def _first_batch(loader: DataLoader[Any]) -> Batch:
 
 
 def _one_optimizer(configured: Any, module: str) -> Optimizer:
-    """The optimizer of what `configure_optimizers` may return."""
+    """The only optimizer in what `configure_optimizers` returned; raises `UsageError` without exactly one."""
     found = configured
     if isinstance(found, dict):
         found = found["optimizer"]

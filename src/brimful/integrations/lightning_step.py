@@ -28,15 +28,11 @@ _HOOK = "training_step"
 
 
 class DividedBatches:
-    """Runs each batch of a trainer in micro-batches, whose gradients add up to its own.
+    """Runs each batch of a trainer in micro-batches, whose gradients add up to those of the batch.
 
-    Args:
-        trainer: In training.
-        module: Its module, with automatic optimization.
-        layout: Of the batches.
-        size: The most samples of a micro-batch.
-        whole: Samples of a batch.
-        check: Called with the first batch that is divided, and the next ones until it returns True.
+    The trainer is in training, its module has automatic optimization. `size` is the most samples of a
+    micro-batch, `whole` the samples of a batch. `check` is called with the first batch that is divided, and
+    with the next ones until it returns True.
     """
 
     def __init__(
@@ -53,19 +49,10 @@ class DividedBatches:
         self._size, self._whole, self._check = size, whole, check
 
     def run(self, closure: Any, own: Callable[[], OutputResult], kwargs: OrderedDict[str, Any]) -> Any:
-        """Forward and backward of a batch.
+        """Run forward and backward of a batch; returns what `own` returns, Lightning's `closure.closure`.
 
-        Args:
-            closure: Lightning's, of the batch.
-            own: Its `closure.closure`.
-            kwargs: Of the module's `training_step`.
-
-        Returns:
-            What `own` returns.
-
-        Raises:
-            BatchError: The batch has to be divided and cannot be.
-            UsageError: `training_step` takes no batch, or skips a part of one.
+        `kwargs` are those of the module's `training_step`. Raises `BatchError` if the batch has to be divided
+        and cannot be, and `UsageError` if `training_step` takes no batch, or skips a part of one.
         """
         if self._size >= self._whole:
             return own()
@@ -104,7 +91,7 @@ class DividedBatches:
 
 
 class _Logged:
-    """What a module logs in the parts of a batch, to be logged once, as of the batch."""
+    """Keeps what a module logs in the parts of a batch, to log it once, as of the batch."""
 
     def __init__(self, module: LightningModule) -> None:
         self._modules = [each for each in module.modules() if isinstance(each, LightningModule)]
@@ -112,14 +99,14 @@ class _Logged:
 
     @contextmanager
     def by(self, samples: int) -> Iterator[None]:
-        """Within, values are logged as those of a part with this number of samples."""
+        """Keep what is logged within the context, as values of a part with this number of samples."""
         with ExitStack() as changes:
             for place, module in enumerate(self._modules):
                 changes.callback(replace_attribute(module, "log", partial(self._keep, place, samples)))
             yield
 
     def log(self) -> None:
-        """Log what was kept."""
+        """Log the kept values, each once for the batch."""
         for (place, name), calls in self._calls.items():
             module, options = self._modules[place], calls[-1][2]
             if options.get("batch_size") is not None:
@@ -154,7 +141,7 @@ def _reduced(calls: list[tuple[float, Any, dict[str, Any]]], reduce: Any) -> Any
 
 
 def _joined(found: list[Any], samples: list[int], whole: int) -> Any:
-    """What `training_step` gave for the parts, as of the whole batch."""
+    """Join what `training_step` returned for the parts of a batch, as if it had run the whole batch."""
     skipped = [each.loss is None for each in found]
     if any(skipped):
         if not all(skipped):
@@ -183,10 +170,9 @@ def _joined(found: list[Any], samples: list[int], whole: int) -> Any:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Afterwards, the attributes of a module and of those in it are as before: lists, numbers, and metrics.
+    """Restore the attributes of a module and its submodules after the context: lists, numbers, and metrics.
 
-    Args:
-        module: Its parameters and buffers are not watched.
+    Parameters and buffers are not restored.
     """
     registered = ("_parameters", "_buffers", "_modules")
     kept = [

@@ -1,4 +1,4 @@
-"""The largest batches of a trainer, made of its longest samples and others, and how they are taken apart.
+"""The largest batches of a trainer, made of its longest samples and others, and how they are split.
 
 Private API of transformers 5.23 used here: `_remove_unused_columns`, `_get_collator_with_removed_columns`,
 `_signature_columns` through both. Checked with trl 1.16 and sentence-transformers 6.2.
@@ -40,22 +40,14 @@ _Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int], Batch]:
-    """Makes batches that are as large as those of the longest samples, with the trainer's collator.
+    """A function that makes batches as large as those of the longest samples, with the trainer's collator.
 
     The longest come first. The others are distinct samples, spread over the dataset: of a batch of equal
     samples every loss is the mean of those of its parts. Where the collator makes no equally large batch of
     them, as without padding, the longest are repeated.
 
-    Args:
-        trainer: With a `train_dataset`, of which at most `MOST_READ` samples are read, from all its parts;
-            the first ones of a stream.
-        longest: The sample to take instead.
-
-    Returns:
-        A function that makes a batch of a number of samples.
-
-    Raises:
-        UsageError: The trainer has no samples.
+    Of the `train_dataset` at most `MOST_READ` samples are read, from all its parts; of a stream the first ones.
+    `longest` is the sample to take instead. Raises `UsageError` if the trainer has no samples.
     """
     sources, collate = _sources_and_collator(trainer)
     if longest is not None:
@@ -75,7 +67,7 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
 
 
 def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
-    """What a plan says about the samples that its longest one was found among."""
+    """Notes of a plan on the samples among which the longest one was found; none if `longest` is given."""
     if longest is not None:
         return ()
     if isinstance(trainer.train_dataset, Sized):
@@ -92,7 +84,7 @@ def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
 
 
 def few_samples_notes(trainer: Trainer, size: int) -> tuple[str, ...]:
-    """That no step is as large as planned, if the data have fewer samples than the effective batch."""
+    """A note that no step is as large as planned, if the data have fewer samples than the effective batch."""
     dataset = trainer.train_dataset
     found = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, dict) else size
     if found >= size:
@@ -110,16 +102,11 @@ def layout_of_trainer(trainer: Trainer) -> BatchLayout:
 
 
 def split_pairs(batch: Batch) -> list[dict[str, Any]]:
-    """Samples of a batch whose first half of rows is the chosen texts, and whose second half the rejected ones.
+    """The samples of a batch whose first half of rows is chosen texts, and whose second half rejected ones.
 
-    Args:
-        batch: Tensors by name; `input_ids` has two rows for each sample, and others have two or one.
-
-    Returns:
-        For each sample, its rows by name, one or two in a tuple; what belongs to the whole batch as it is.
-
-    Raises:
-        BatchError: A tensor has another number of rows.
+    `input_ids` has two rows for each sample, other tensors have two or one. Each sample has its rows by name,
+    one or two in a tuple, and what belongs to the whole batch as it is. Raises `BatchError` if a tensor has
+    another number of rows.
     """
     rows = batch["input_ids"].shape[0]
     samples: list[dict[str, Any]] = [{} for _ in range(rows // 2)]
@@ -149,7 +136,7 @@ def join_pairs(samples: list[dict[str, Any]]) -> Batch:
 
 
 def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
-    """Datasets, of one of which each batch is, and the collator of their samples."""
+    """The datasets of a trainer, of one of which each batch is, and the collator of their samples."""
     dataset, collate = trainer.train_dataset, _checked(trainer.data_collator)
     if dataset is None:
         raise UsageError("the trainer has no train_dataset, from which a plan takes its longest sample.")
@@ -161,7 +148,7 @@ def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
 
 
 def _checked(collate: _Collate) -> _Collate:
-    """The collator, which names the columns of samples of which it cannot make a batch."""
+    """A collator whose errors name the columns of the samples of which it cannot make a batch."""
 
     def checked(samples: list[Any]) -> Mapping[str, Any]:
         try:
@@ -181,20 +168,10 @@ def _checked(collate: _Collate) -> _Collate:
 
 
 def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any]:
-    """The samples that are longest in some field, the one that is longest in all first.
+    """The samples that are longest in some field, at least one; that with most elements in all comes first.
 
-    Where the collator makes the tensors' sizes, of texts or of pairs, they are measured in its batches.
-
-    Args:
-        samples: A dataset.
-        collate: Its collator.
-        collates_all: Whether the length of a batch is not that of any field.
-
-    Returns:
-        At least one sample.
-
-    Raises:
-        UsageError: The dataset is empty, or samples of different columns make no batch.
+    Where the collator makes the tensors' sizes, of texts or of pairs (`collates_all`), they are measured in its
+    batches. Raises `UsageError` if the dataset is empty, or samples of different columns make no batch.
     """
     first = next(iter(_some_of(samples)), None)
     if first is None:
@@ -217,7 +194,7 @@ def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any
 
 
 def _noting_columns(samples: Iterable[Any], of_columns: dict[tuple[str, ...], Any]) -> Iterator[Any]:
-    """The samples; notes one for each set of columns."""
+    """Yield the samples; add one for each set of columns to `of_columns`."""
     for sample in samples:
         if isinstance(sample, Mapping):
             of_columns.setdefault(tuple(sorted(sample)), sample)

@@ -1,4 +1,4 @@
-"""Losses and loaders of trainers because of which a divided batch trains otherwise.
+"""Losses and loaders of trainers with which a divided batch would train otherwise.
 
 In-batch negatives are the first example: the loss compares each sample with the others of its micro-batch. So
 the plan keeps the micro-batch that the trainer's arguments say.
@@ -28,14 +28,7 @@ _COUPLED_PREFERENCES = ("aot", "aot_unpaired", "bco_pair", "sft")
 
 
 def why_not_divided(trainer: Trainer) -> str | None:
-    """Why a plan keeps a trainer's micro-batch as it is.
-
-    Args:
-        trainer: Any.
-
-    Returns:
-        The reason and the way out; None if the batch may be divided.
-    """
+    """Why a plan keeps a trainer's micro-batch as it is, and the way out; None if it may be divided."""
     if is_of_sentence_transformers(trainer):
         return next(_of_losses(trainer), None) or _of_loader(trainer)
     if is_of_trl(trainer):
@@ -100,7 +93,7 @@ def _is_of_the_library(loss: Any) -> bool:
 
 
 def _of_loader(trainer: Any) -> str | None:
-    """Loaders that put other samples together if the batch is smaller."""
+    """Why a smaller batch would have other samples together, if the loader groups them; else None."""
     if isinstance(trainer.train_dataset, dict):
         return "each batch is of one of several datasets, so smaller batches mix them in another way."
     sampler = getattr(trainer.args, "batch_sampler", None)

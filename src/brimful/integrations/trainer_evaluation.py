@@ -32,7 +32,7 @@ _NOTE = (
 
 
 def evaluation_notes(trainer: Trainer, job: Job) -> tuple[str, ...]:
-    """What a plan for a GPU says about evaluation, where that keeps the outputs of all samples there."""
+    """A note for a plan for a GPU, if evaluation keeps the outputs of all samples on the device."""
     args, data = trainer.args, trainer.eval_dataset
     keeps_all = trainer.compute_metrics is not None and trainer.preprocess_logits_for_metrics is None
     moves = args.eval_accumulation_steps is not None or args.prediction_loss_only or args.batch_eval_metrics
@@ -48,7 +48,7 @@ def evaluation_notes(trainer: Trainer, job: Job) -> tuple[str, ...]:
 
 
 def _output_bytes(trainer: Trainer, job: Job) -> int | None:
-    """Bytes of what evaluation keeps of the longest sample; None if the model does not run alone on fakes."""
+    """Bytes of the longest sample's outputs that evaluation keeps; None if the model cannot run on fakes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         model = build_fake_model(job, mode, KnownValues(Guess.EXPECTED)).eval()

@@ -1,7 +1,6 @@
 """A Transformers `Trainer`, as its user wrote it, read as a job.
 
-Checked with trl 1.16 and
-sentence-transformers 6.2.
+Checked with trl 1.16 and sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def precision_of(trainer: Trainer) -> str:
 
 
 def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
-    """See `integrations.transformers.job`."""
+    """The job of a trainer; see `integrations.transformers.job`."""
     _check_supported(trainer)
     _checkpoint_as_asked(trainer)
     batch = batches_of_longest(trainer, longest)
@@ -106,19 +105,12 @@ def check_planned_division(trainer: Trainer, job: Job, settings: Settings, basel
 
 
 def check_first_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> bool:
-    """Check, on a few samples of a real batch, that the loss of a batch is made of those of its micro-batches.
+    """Check, on a few samples of a real batch, that its loss is made of those of its micro-batches.
 
-    Args:
-        trainer: Its model is in training; neither it nor random generators are changed.
-        settings: Of a plan that divides its batches.
-        batch: One of them.
-        items: The count of labels of the whole step, as `compute_loss` gets it.
-
-    Returns:
-        Whether that is decided; a batch of few samples decides nothing.
-
-    Raises:
-        EquivalenceError: The loss of a batch is not made of those of its micro-batches.
+    The trainer's model is in training; neither it nor random generators are changed. `settings` are those of a
+    plan that divides the trainer's batches, `items` is the count of labels of the whole step, as `compute_loss`
+    gets it. Returns whether that is decided: a batch of few samples decides nothing. Raises `EquivalenceError`
+    if the loss is not made of those of the micro-batches.
     """
     stand_ins, layout, adds = StandIns(trainer), layout_of_trainer(trainer), adds_up(trainer, items)
 
@@ -148,7 +140,7 @@ def _division(trainer: Trainer, *, adds: bool) -> Division:
 
 @contextmanager
 def _without_autocast(model: Any) -> Iterator[None]:
-    """Within, a model that Accelerate prepared for mixed precision has its own forward."""
+    """Give a model that Accelerate prepared for mixed precision its own forward, within the context."""
     own = getattr(model, "_original_forward", None)  # accelerate 1.15, `Accelerator.prepare_model`
     with nullcontext() if own is None else replaced(model, "forward", own):
         yield
@@ -177,7 +169,7 @@ def _checkpoint_as_asked(trainer: Trainer) -> None:
 
 @contextmanager
 def _naming_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Within, an error of the loss of a batch without labels names them."""
+    """Name the labels in an error that the loss of a batch without them raises within the context."""
     wanted = trainer.label_names or ["labels"]
     try:
         yield
@@ -194,7 +186,7 @@ def _naming_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Iterat
 
 @contextmanager
 def _as_prepared(trainer: Trainer) -> Iterator[None]:
-    """Have the model as Accelerate prepares it: under mixed precision its outputs are float32 copies."""
+    """Give the model the outputs of one that Accelerate prepared: float32 copies under mixed precision."""
     model: Any = trainer.model
     if shards(trainer) or not (trainer.args.bf16 or trainer.args.fp16):
         yield
@@ -217,7 +209,7 @@ def _items(trainer: Trainer, items: Tensor | None) -> dict[str, Tensor]:
 
 
 def _make_optimizer(trainer: Trainer, stand_ins: StandIns, module: nn.Module) -> Optimizer:
-    """The trainer's optimizer over another copy of what it trains; the trainer keeps its own."""
+    """The trainer's optimizer over another copy of the trained module; the trainer keeps its own."""
     if trainer.optimizer is not None:
         return _rebuilt(trainer.optimizer, trained_module(trainer), module)
     own = stand_ins.with_module(module)

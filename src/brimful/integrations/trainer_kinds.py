@@ -16,19 +16,11 @@ _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the chosen texts in their first half, and then the rejected ones."""
 _OTHERS_OF_TRL = "SFTTrainer"
 _LEAST_VERSION = "5.19"
-"""The first one whose `Trainer` has `loss_is_scaled_for_ga`: 5.18.0 has not, 5.19.0 has."""
+"""The first version of transformers whose `Trainer` has `loss_is_scaled_for_ga`: 5.18.0 has not, 5.19.0 has."""
 
 
 def is_of_trl(trainer: Trainer, *names: str) -> bool:
-    """Whether a trainer is one of TRL's, or derives from one.
-
-    Args:
-        trainer: Any.
-        *names: Classes of TRL; none stands for all of them.
-
-    Returns:
-        Whether it does.
-    """
+    """Whether a trainer is of one of these classes of TRL, or derives from one; no names stand for all."""
     return _derives(trainer, "trl", names)
 
 
@@ -43,14 +35,10 @@ def has_pairs(trainer: Trainer) -> bool:
 
 
 def check_kind(trainer: Trainer) -> None:
-    """Refuse trainers whose steps cannot be read as a job.
+    """Raise `UsageError` for trainers whose steps cannot be read as a job.
 
-    Args:
-        trainer: Any.
-
-    Raises:
-        UsageError: It is not a trainer, or another one of TRL's, or its batches have all samples in one row, or
-            transformers is too old.
+    These do not derive from `Trainer`, are of TRL but of none of the supported classes, or have all samples of
+    a batch in one row; and any trainer where the installed transformers is too old.
     """
     if not isinstance(trainer, Trainer):
         kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"

@@ -56,7 +56,7 @@ def ignores_count(trainer: Trainer) -> bool | None:
 
 
 def division_notes(trainer: Trainer) -> tuple[str, ...]:
-    """What a plan says where a trainer adds up the means of its micro-batches."""
+    """A note for a plan, if the trainer adds up the means of its micro-batches."""
     accumulation = trainer.args.gradient_accumulation_steps
     if accumulation == 1 or not (may_ignore_count(trainer) and ignores_count(trainer)):
         return ()
@@ -68,10 +68,10 @@ def division_notes(trainer: Trainer) -> tuple[str, ...]:
 
 
 def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
-    """The notes of a plan, where the one about the mean of a loss is for a trainer's user, or needless.
+    """The notes of a plan; the one about the mean of a loss is rewritten for trainers, or dropped.
 
-    It is needless where planning checked the loss, where the user's own micro-batches stay, and for the losses
-    of the libraries, which are means over samples or labels where a plan may divide their batches.
+    The note is needless where planning checked the loss, where the user's own micro-batches stay, and for the
+    losses of the libraries, which are means over samples or labels where a plan may divide their batches.
     """
     size = int(trainer.args.train_batch_size)
     others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
@@ -102,7 +102,7 @@ def _is_of_library(made: type) -> bool:
 
 @contextmanager
 def noticing_use(trainer: Trainer, items: Tensor | None) -> Iterator[None]:
-    """Within, note whether an op reads the count of labels, and whether the loss shifts labels."""
+    """Note within the context whether an op reads the count of labels, and whether the loss shifts labels."""
     watch, shifting = _Watch(items), []
 
     def shifts(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def _counted(batch: Mapping[str, Any], *, shifts: bool) -> Tensor:
 
 
 def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], float]:
-    """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples.
+    """A function that counts what a trainer's loss is a mean over: labels of tokens that count, else samples.
 
     Labels are counted as the trainer does where its loss is divided by that, as in evaluation, else as the loss
     does.
@@ -174,11 +174,8 @@ class DividedLoss:
     The trainer's loader, accumulation and counts stay as its user set them: a batch is divided inside
     `training_step`, which runs once for each micro-batch.
 
-    Args:
-        trainer: Before a plan is in force.
-        layout: Of its batches.
-        check: Called with the first batch that is divided and the count of labels of its step, and with the
-            next ones until it returns True.
+    Construct this before a plan is in force. `check` is called with the first batch that is divided and the
+    count of labels of its step, and with the next ones until it returns True.
     """
 
     def __init__(
@@ -190,21 +187,10 @@ class DividedLoss:
     def train(
         self, size: int, own: Callable[..., Tensor], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
     ) -> Tensor:
-        """Run `training_step` on the micro-batches of a batch.
+        """Run `own`, the trainer's `training_step`, on the micro-batches of a batch; returns the batch's loss.
 
-        Args:
-            size: The most samples of a micro-batch.
-            own: The trainer's `training_step`.
-            model: Its model, perhaps in a wrapper.
-            inputs: The batch.
-            *others: Of `training_step`.
-            **kwargs: Of `training_step`.
-
-        Returns:
-            The loss of the batch.
-
-        Raises:
-            BatchError: The batch has to be divided and cannot be, or no label of it counts.
+        `size` is the most samples of a micro-batch; the model may be in a wrapper. Raises `BatchError` if the
+        batch has to be divided and cannot be, or no label of it counts.
         """
         if size >= self._trainer.args.train_batch_size:
             return own(model, inputs, *others, **kwargs)
@@ -227,7 +213,7 @@ class DividedLoss:
 
     @contextmanager
     def _weighing(self, weight: float) -> Iterator[None]:
-        """Within, `compute_loss` returns a part's share of a batch's loss."""
+        """Multiply what `compute_loss` returns within the context by a part's share in the batch's loss."""
         compute = self._trainer.compute_loss
 
         def weighed(*args: Any, **kwargs: Any) -> Any:
@@ -251,12 +237,8 @@ class DividedLoss:
 def adds_up(trainer: Trainer, items: Any) -> bool:
     """Whether the losses of the parts of a batch add up to its own, each divided by the count of a whole step.
 
-    Args:
-        trainer: Whose loss ran.
-        items: The count of labels, as `training_step` gets it; None without one.
-
-    Returns:
-        Whether they do; otherwise its loss is a mean over its own batch.
+    Otherwise each is a mean over its own part. The trainer's loss has run. `items` is the count of labels, as
+    `training_step` gets it; None without one.
     """
     ignores = may_ignore_count(trainer) and bool(ignores_count(trainer))
     return is_scaled_for_step(trainer, items) and not ignores
@@ -265,12 +247,8 @@ def adds_up(trainer: Trainer, items: Any) -> bool:
 def is_scaled_for_step(trainer: Trainer, items: Any) -> bool:
     """Whether `training_step` leaves a loss as `compute_loss` returns it.
 
-    Args:
-        trainer: The trainer.
-        items: The count of labels, as `training_step` gets it; None without one.
-
-    Returns:
-        Whether it does; otherwise it divides the loss by `current_gradient_accumulation_steps`.
+    Otherwise it divides the loss by `current_gradient_accumulation_steps`. `items` is the count of labels, as
+    `training_step` gets it; None without one.
     """
     if trainer.loss_is_scaled_for_ga is not None:
         return bool(trainer.loss_is_scaled_for_ga)

@@ -21,12 +21,7 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class ModelAndLosses(nn.Module):
-    """A model and the loss modules that a trainer computes with it.
-
-    Args:
-        model: The trainer's model.
-        losses: Loss modules by name; they may hold the model.
-    """
+    """A model and the loss modules, by name, that a trainer computes with it; they may hold the model."""
 
     def __init__(self, model: nn.Module, losses: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -35,14 +30,10 @@ class ModelAndLosses(nn.Module):
 
 
 def trained_module(trainer: Trainer, model: nn.Module | None = None) -> nn.Module:
-    """The module whose parameters a trainer trains.
+    """The module whose parameters a trainer trains: its model, or `model` in place of that.
 
-    Args:
-        trainer: With or without loss modules of its own in `trainer.loss`.
-        model: In place of `trainer.model`.
-
-    Returns:
-        The model; a `ModelAndLosses` if loss modules hold it or have parameters.
+    It is a `ModelAndLosses` if the trainer has loss modules in `trainer.loss` that hold the model or have
+    parameters.
     """
     model = trainer.model if model is None else model
     losses = _losses(trainer)
@@ -58,8 +49,7 @@ def model_of(module: nn.Module) -> nn.Module:
 class TrainerState:
     """The numbers and containers of a trainer, such as the metrics that `compute_loss` collects in it.
 
-    Args:
-        trainer: Its datasets are not kept.
+    Datasets are not kept.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -71,7 +61,7 @@ class TrainerState:
         }
 
     def copies(self) -> dict[str, Any]:
-        """The attributes by name, in containers of their own."""
+        """The kept attributes by name, in containers of their own."""
         return {name: _copied(value) for name, value in self._kept.items()}
 
     def restore(self) -> None:
@@ -87,24 +77,16 @@ class TrainerState:
 
 
 class StandIns:
-    """Makes stand-ins for a trainer.
-
-    Args:
-        trainer: Not changed by what a stand-in computes.
-    """
+    """Makes stand-ins for a trainer, whose computations do not change it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._state = TrainerState(trainer)
 
     def with_module(self, module: nn.Module) -> Trainer:
-        """A stand-in.
+        """A stand-in for the trainer with another copy of the `trained_module`.
 
-        Args:
-            module: A copy of the `trained_module`.
-
-        Returns:
-            The trainer with this model and these losses, with metrics, counters and an accelerator of its own.
+        It has metrics, counters and an accelerator of its own.
         """
         trainer = self._trainer
         own: Trainer = object.__new__(type(trainer))

@@ -17,17 +17,9 @@ IGNORED_LABEL = -100
 
 
 def shares_of_loss(parts: list[Any], count: Callable[[Any], float]) -> list[float]:
-    """Each part's share in the mean loss of all.
+    """Each part's share in the mean loss of all parts of a batch; the shares add up to 1.
 
-    Args:
-        parts: Of a batch.
-        count: See `trainer_loss.items_counter`.
-
-    Returns:
-        The shares; they add up to 1.
-
-    Raises:
-        BatchError: No label counts.
+    `count` is one of `trainer_loss.items_counter`. Raises `BatchError` if no label counts.
     """
     counts = [count(part) for part in parts]
     total = sum(counts)
@@ -37,14 +29,9 @@ def shares_of_loss(parts: list[Any], count: Callable[[Any], float]) -> list[floa
 
 
 def joined_results(found: list[Any], shares: list[float]) -> tuple[Any, Any, Any]:
-    """What `prediction_step` returns of parts, as of one batch.
+    """Join what `prediction_step` returns for the parts of a batch: loss, logits and labels of each.
 
-    Args:
-        found: Loss, logits and labels of each part.
-        shares: Of each part's loss.
-
-    Returns:
-        Loss, logits and labels; None for what a part lacks.
+    `shares` are those of each part's loss. Loss, logits or labels are None if a part lacks them.
     """
     losses = [loss for loss, _, _ in found]
     loss = None

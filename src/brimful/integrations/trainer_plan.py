@@ -120,7 +120,7 @@ class AppliedPlan:
         return "\n".join(lines)
 
     def print_report(self) -> None:
-        """Print it, if asked for, on the first process."""
+        """Print `report_text` on the first process, if a report was requested."""
         if self._reports and self._trainer.is_world_process_zero():
             print(self.report_text())
 

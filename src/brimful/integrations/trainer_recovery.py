@@ -2,8 +2,8 @@
 
 The trainer fetches all micro-batches of an optimizer step before it trains on the first. So where memory runs
 out in one of them, the gradients of the step are cleared, random numbers and buffers are restored to those of
-its start, and all micro-batches up to this one are run again. So it is where memory runs out when gradients are
-unscaled or clipped, or their norm is taken.
+its start, and all micro-batches up to this one are run again. The same happens where memory runs out
+when gradients are unscaled or clipped, or their norm is taken.
 
 Checked with transformers 5.23.
 """
@@ -40,13 +40,7 @@ Result = TypeVar("Result")
 
 
 class TrainerRecovery:
-    """Retries a trainer's training, evaluation and optimizer steps in which memory runs out.
-
-    Args:
-        trainer: In one process.
-        micro_batch_size: The plan's.
-        division: Runs its batches in micro-batches.
-    """
+    """Retries a trainer's training, evaluation and optimizer steps in which memory runs out, in one process."""
 
     def __init__(self, trainer: Trainer, micro_batch_size: int, division: DividedLoss) -> None:
         self.recoveries: list[Recovery] = []
@@ -65,24 +59,18 @@ class TrainerRecovery:
         self._reruns = False
         self._couples = False
         self._forget_scaled: Callable[[], None] = lambda: None
-        """Clears what a loss scaler noted of the step that is taken again."""
+        """Clears what a loss scaler noted of a step that is retried."""
         self._run_micro_batch: Callable[[Any], object] = lambda _batch: None
         """Forward and backward of a micro-batch of the current step."""
         self._after_backward: list[Callable[[], object]] = []
         """What the current step has done with the gradients of all micro-batches."""
         self._is_within = False
-        """Whether a micro-batch or one of these is running."""
+        """Whether a micro-batch or one of `_after_backward` is running."""
 
     def begin(self, module: nn.Module, optimizer: Optimizer, wrapper: Any) -> Callable[[], None]:
-        """Watch a trainer's steps on what it trains.
+        """Watch a trainer's steps on the module that it trains; returns a function that ends that.
 
-        Args:
-            module: What it trains.
-            optimizer: Not in a wrapper.
-            wrapper: Accelerate's, of the optimizer.
-
-        Returns:
-            What ends that.
+        `wrapper` is Accelerate's, of the optimizer.
         """
         trainer = self._trainer
         self._module = module
@@ -110,7 +98,7 @@ class TrainerRecovery:
         return replace_attribute(self._trainer, "prediction_step", partial(self._prediction_step, own))
 
     def _resumable_step(self, optimizer: Optimizer) -> Callable[..., None]:
-        """The optimizer's `step`, which is finished where memory runs out in it."""
+        """The optimizer's `step`, which is completed where memory runs out in it."""
         update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
@@ -169,8 +157,7 @@ class TrainerRecovery:
         return self._run_after_backward(partial(own, model))
 
     def _run_after_backward(self, action: Callable[[], Result]) -> Result:
-        """Unscale or clip; where memory runs out, some gradients may have been changed, and the step is run
-        again."""
+        """Unscale or clip gradients; where memory runs out, run the step again, as some may have changed."""
         if self._is_within:
             return action()
         began, reruns = time.perf_counter(), False
@@ -225,7 +212,7 @@ class TrainerRecovery:
         self._record(ran_out, began, before=before)
 
     def _undo(self) -> None:
-        """Undo the step so far."""
+        """Clear the gradients of the step, and restore buffers and random numbers of its start."""
         assert self._buffers is not None
         assert self._random is not None
         self._module.zero_grad(set_to_none=True)
@@ -269,7 +256,7 @@ class TrainerRecovery:
     def _prediction_step(
         self, own: Callable[..., Any], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
     ) -> Any:
-        """Evaluation of a batch; in halves where memory runs out, whose results are joined."""
+        """Evaluate a batch; where memory runs out, in halves whose results are joined."""
         began = time.perf_counter()
         parts = [inputs]
 

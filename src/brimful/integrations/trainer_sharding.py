@@ -49,13 +49,9 @@ def reshards_after_forward(trainer: Trainer) -> bool:
 
 
 def check_parallelism(trainer: Trainer) -> None:
-    """Refuse trainers whose processes train in a way that is not planned.
+    """Raise `UsageError` for trainers whose processes train in a way that is not planned.
 
-    Args:
-        trainer: Any.
-
-    Raises:
-        UsageError: It uses DeepSpeed, FSDP1, or FSDP2 with what a capture does not follow.
+    These use DeepSpeed, FSDP1, or FSDP2 with what a capture does not follow.
     """
     kind = trainer.accelerator.distributed_type
     if trainer.args.deepspeed or kind == DistributedType.DEEPSPEED:
@@ -79,7 +75,7 @@ def check_parallelism(trainer: Trainer) -> None:
 
 
 def shard_of(trainer: Trainer) -> Callable[[nn.Module, DeviceMesh], object] | None:
-    """Shards a copy of a trainer's model as `train()` will shard the model; None under DDP."""
+    """A function that shards a copy of a trainer's model as `train()` will shard the model; None under DDP."""
     if not shards(trainer):
         return None
 
@@ -103,7 +99,7 @@ def shard_of(trainer: Trainer) -> Callable[[nn.Module, DeviceMesh], object] | No
 
 
 def sharding_notes(trainer: Trainer) -> tuple[str, ...]:
-    """What a plan for a trainer under FSDP2 says beside its settings."""
+    """A note for a plan under FSDP2 on the type in which parameters are gathered, if it is set."""
     policy = _plugin(trainer).mixed_precision_policy if shards(trainer) else None
     if policy is None or policy.param_dtype is None:
         return ()
@@ -125,7 +121,7 @@ def reduce_each_micro_batch(trainer: Trainer) -> Callable[[], None]:
 
 
 class _Whole:
-    """A mesh of which each selection is the whole."""
+    """A mesh whose selections are all the whole mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh

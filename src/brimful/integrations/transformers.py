@@ -1,6 +1,6 @@
 """A plan for a Transformers `Trainer`, applied to it: two lines beside the ones you have.
 
-So for what derives from it: TRL's `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, and the trainers of
+Trainers that derive from it work too: TRL's `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, and those of
 sentence-transformers.
 
     import brimful.integrations.transformers as bft
@@ -211,7 +211,7 @@ def _check_joins_none(trainer: Trainer, asked: int | None) -> None:
 
 
 def _joining_notes(trainer: Trainer, joining: int) -> tuple[str, ...]:
-    """That larger micro-batches than the trainer's batches would be faster, as the first search found."""
+    """A note that micro-batches larger than the trainer's batches would be faster, by the first search."""
     args = trainer.args
     if joining <= args.train_batch_size:
         return ()
@@ -245,7 +245,8 @@ def apply(
 
     **Out of memory.** A training step in which memory runs out is undone and taken again: once unchanged, then
     with micro-batches of half the size, which stay in use. Samples, gradients, random numbers and buffers are
-    those of an undisturbed run. So are evaluation and prediction. With several processes nothing is retried.
+    those of an undisturbed run. Evaluation and prediction are retried too, then with a batch in halves. With
+    several processes nothing is retried.
 
     Args:
         plan: Of `plan`, or read with `Plan.load`.

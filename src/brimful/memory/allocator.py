@@ -27,12 +27,12 @@ class OutOfMemory:
     """A request that could not be met, even after the cache was flushed."""
 
     key: Hashable
-    """Who asked."""
+    """Name of the requested block."""
     requested_bytes: int
     allocated_bytes: int
     """Bytes in use at the request."""
     reserved_bytes: int
-    """Still held after the flush."""
+    """Bytes still held after the flush."""
     capacity_bytes: int
 
 
@@ -69,10 +69,8 @@ def round_allocation(size_bytes: int, *, power2_divisions: int | None = None) ->
 class CachingAllocator:
     """The allocator of one device, empty at first.
 
-    Args:
-        settings: As set for PyTorch.
-        capacity_bytes: What the allocator can reserve: the device's memory less the CUDA context and what
-            others hold. None is without limit.
+    `capacity_bytes` is what it can reserve: the device's memory less the CUDA context and what others hold.
+    None is without limit.
 
     Source: CUDACachingAllocator.cpp, DeviceCachingAllocator.
     """
@@ -81,7 +79,7 @@ class CachingAllocator:
         self, settings: AllocatorSettings = DEFAULT_ALLOCATOR, capacity_bytes: int | None = None
     ) -> None:
         self.allocated_bytes = 0
-        """In blocks in use: torch.cuda.memory_allocated."""
+        """Bytes in blocks in use: torch.cuda.memory_allocated."""
         self.peak_allocated_bytes = 0
         self.cache_flushes = 0
         """How often all free segments were given back to make room: the counter num_alloc_retries."""
@@ -101,12 +99,12 @@ class CachingAllocator:
 
     @property
     def reserved_bytes(self) -> int:
-        """In segments held: torch.cuda.memory_reserved."""
+        """Bytes in segments held: torch.cuda.memory_reserved."""
         return self._device.taken_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most ever in segments held."""
+        """The most bytes ever in segments held."""
         return self._device.peak_taken_bytes
 
     @property
@@ -115,14 +113,10 @@ class CachingAllocator:
         return self._small.segment_count + self._large.segment_count
 
     def allocate(self, key: Hashable, size_bytes: int) -> OutOfMemory | None:
-        """Hand out a block.
+        """Hand out a block; returns None, or why there is none.
 
-        Args:
-            key: Name of the block, to free it by; none in use has it.
-            size_bytes: Requested bytes; none take no block.
-
-        Returns:
-            None if there is a block, else why not; `key` is then not in use.
+        `key` names the block, to free it by: it must not be in use, and is not afterwards if there is no block.
+        A request of 0 bytes takes no block.
         """
         assert key not in self._in_use, f"{key!r} is in use"
         if size_bytes == 0:
@@ -149,14 +143,7 @@ class CachingAllocator:
         return None
 
     def free(self, key: Hashable) -> None:
-        """Take a block back into the cache.
-
-        Args:
-            key: The block's name.
-
-        Raises:
-            KeyError: No block in use has that name.
-        """
+        """Return the block named `key` to the cache; `KeyError` if no block in use has that name."""
         block = self._in_use.pop(key)
         if block is not None:
             self.allocated_bytes -= block.size_bytes

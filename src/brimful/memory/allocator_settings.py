@@ -137,7 +137,7 @@ class AllocatorSettings:
 
     @classmethod
     def of(cls, settings: Settings) -> AllocatorSettings:
-        """Those that a step's settings ask for; PyTorch's defaults besides."""
+        """Allocator settings that a step's settings ask for; PyTorch's defaults for the others."""
         return cls(expandable_segments=settings.expandable_segments)
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _split_options(text: str) -> Iterator[tuple[str, str]]:
-    """(name, value) of each option, all names known and simulated or without effect."""
+    """The (name, value) of each option, all names known and simulated or without effect."""
     dense = "".join(text.split()).removesuffix(",")
     for option in re.split(r",(?![^\[]*\])", dense) if dense else ():  # not at commas between brackets
         name, _, value = option.partition(":")
@@ -240,7 +240,7 @@ def _check_backend(value: str) -> None:
 
 
 def _parse_divisions(name: str, value: str) -> int | tuple[int, ...]:
-    """One number, or "[256:1,512:2,>:4]": for sizes from 256 MiB on, from 512 MiB on, and for all larger ones.
+    """Parse one number, or "[256:1,512:2,>:4]": for sizes from 256 MiB, from 512 MiB, and all larger ones.
 
     The first entry counts for smaller sizes too; a range that no entry names has 0. Source:
     parseRoundUpPower2Divisions.

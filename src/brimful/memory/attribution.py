@@ -177,16 +177,11 @@ def most_held_bytes(trace: Trace, category: Category) -> int:
 
 
 def least_allocated_bytes(trace: Trace) -> int:
-    """Peak allocated bytes if `torch.compile` fuses all that it can of a trace.
+    """Peak allocated bytes if `torch.compile` fuses all that it can of a trace, at most what the trace takes.
 
-    Results of matmuls, convolutions and attention stay: a compiler does not compute them again. All else that
-    forward and backward make may be inside of a fused kernel, or made again in backward.
-
-    Args:
-        trace: Some training steps; in part compiled, in which part is not known.
-
-    Returns:
-        At most what the trace itself takes.
+    The trace is compiled in part; in which part is not known. Results of matmuls, convolutions and attention
+    stay: a compiler does not compute them again. All else that forward and backward make may be inside of a
+    fused kernel, or made again in backward.
     """
     fixed = (Category.GRADIENTS, Category.INPUTS)
     return live_profile(
@@ -208,18 +203,13 @@ def _stays_if_compiled(op: Op) -> bool:
 
 
 def most_reserved_bytes(trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings | None = None) -> int:
-    """Peak reserved bytes if what is not known for sure is as large as it may be.
+    """Peak reserved bytes if what is not known for sure is as large as it may be; at least `likely_bytes`.
 
     Larger requests do not always make more be reserved: a block obtained for one of them may serve others
     later. So all uncertain sizes are enlarged together, then those of each phase alone, and the most is taken.
 
-    Args:
-        trace: Some training steps.
-        likely_bytes: What is reserved without limit if they are as large as they likely are.
-        allocator: The CUDA allocator's settings; None takes those of the trace's settings. Nothing to a CPU.
-
-    Returns:
-        `likely_bytes` or more.
+    `likely_bytes` is what is reserved without limit at the likely sizes. `allocator` has the CUDA allocator's
+    settings; None takes those of the trace's settings.
     """
     uncertain = {
         event.storage: Phase.SETUP if event.op < 0 else trace.ops[event.op].phase
@@ -255,16 +245,9 @@ def replay_allocations(
 ) -> Replay:
     """Play a trace's allocations on its kind of device until the end or the first request that fails.
 
-    Args:
-        trace: Some training steps.
-        allocator: The CUDA allocator's settings; None takes those of the trace's settings. Nothing to a CPU.
-        capacity_bytes: What the allocator can reserve; None is without limit.
-
-    Returns:
-        Allocated bytes over the events, and what came of the cache.
-
-    Raises:
-        UnknownNameError: The trace's kind of device is unknown.
+    `allocator` has the CUDA allocator's settings; None takes those of the trace's settings, and a CPU ignores
+    them. `capacity_bytes` is what the allocator can reserve; None is without limit. Raises `UnknownNameError`
+    if the trace's kind of device is unknown.
     """
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     if trace.device_kind == "cuda":
@@ -377,6 +360,6 @@ def _paths_to(fqn: str) -> tuple[str, ...]:
 
 
 def _in_tree_order(fqn: str) -> tuple[tuple[int, int, str], ...]:
-    """Children after their parent, numbered ones by number."""
+    """Sort key that puts children after their parent, numbered ones by number."""
     parts = fqn.split(".") if fqn else []
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)

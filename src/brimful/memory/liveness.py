@@ -32,11 +32,7 @@ class LiveProfile:
 
     @property
     def peak_position(self) -> int:
-        """Where most bytes are live, at first.
-
-        Raises:
-            ValueError: The profile has no events.
-        """
+        """The first position where most bytes are live; `ValueError` if the profile has no events."""
         return int(np.argmax(self.live_bytes))
 
     @property
@@ -94,14 +90,9 @@ class LiveProfile:
 
 
 def live_profile(trace: Trace, rounding_bytes: int) -> LiveProfile:
-    """The live bytes of a trace if each storage holds its size, rounded up.
+    """The live bytes of a trace after each event, if each storage holds a multiple of `rounding_bytes`.
 
-    Args:
-        trace: Some training steps.
-        rounding_bytes: Each storage holds a multiple of this; see `rounding_bytes_of`.
-
-    Returns:
-        The profile over all events.
+    `rounding_bytes_of` has this number for a kind of device.
     """
     rounded = [round_up(storage.size_bytes, rounding_bytes) for storage in trace.storages]
     changes = [
@@ -119,17 +110,11 @@ def profile_of_levels(trace: Trace, live_bytes: Iterable[int] | NDArray[np.int64
 
 
 def rounding_bytes_of(device_kind: str) -> int:
-    """The multiple that sizes are rounded up to on a kind of device, in bytes.
+    """The multiple that sizes are rounded up to on a kind of device, as in `Trace`, in bytes.
 
-    Args:
-        device_kind: Kind of the device, as in `Trace`.
-
-    Returns:
-        1 on "cpu", where tensors are allocated exactly as requested; 512 on "cuda". There it is a lower bound:
-        a block is larger if its remainder is too small to split off, which only `CachingAllocator` simulates.
-
-    Raises:
-        UnknownNameError: There is no such kind of device.
+    It is 1 on "cpu", where tensors are allocated exactly as requested, and 512 on "cuda". There it is a lower
+    bound: a block is larger if its remainder is too small to split off, which only `CachingAllocator`
+    simulates. Raises `UnknownNameError` for another kind.
     """
     if device_kind not in _ROUNDING_BYTES:
         raise UnknownNameError("device kind", device_kind, _ROUNDING_BYTES)

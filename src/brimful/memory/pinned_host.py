@@ -27,7 +27,7 @@ class LinkUse:
 TO_HOST = "brimful.to_host.default"
 """Copies the saved tensors of a unit to the host."""
 TO_DEVICE = "brimful.to_device.default"
-"""Copies them back."""
+"""Copies the saved tensors of a unit back to the device."""
 
 LINK_USES: Mapping[str, LinkUse] = MappingProxyType(
     {
@@ -48,14 +48,10 @@ LEAST_OFFLOADED_BYTES = 64 * 1024
 
 
 def chosen_to_leave(sizes_bytes: Sequence[int], most_bytes: int | None) -> list[int]:
-    """Which of the storages that a unit could send to the host leave, the largest first as long as they fit.
+    """Indices, ascending, of the storages that a unit sends to the host: the largest first as long as they fit.
 
-    Args:
-        sizes_bytes: Of the storages, in the order in which they were saved.
-        most_bytes: For all of them together; None permits all.
-
-    Returns:
-        Indices of those that leave, ascending.
+    `sizes_bytes` are in the order in which the storages were saved. All together take at most `most_bytes`;
+    None permits all.
     """
     left_bytes = sum(sizes_bytes) if most_bytes is None else most_bytes
     chosen = []

@@ -39,17 +39,14 @@ PyTorch takes 9/8 of the device's memory and starts a second segment where they 
 """
 
 _ADDRESS_BITS = 60
-"""Of a free block's place in the order of its pool, those below its size. One number is compared and kept at
-half the cost of a pair; addresses are below 2**60, as no device has a thousandth of that."""
+"""Bits of the address in a free block's place in the order of its pool, where they stand below its size. One
+number is compared and kept at half the cost of a pair; addresses are below 2**60, as no device has a thousandth
+of that."""
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 
 class DeviceMemory:
-    """Memory that all pools take from, with a limit.
-
-    Args:
-        capacity_bytes: What can be taken at one time.
-    """
+    """Memory that all pools take from, with a limit on what can be taken at one time."""
 
     __slots__ = ("capacity_bytes", "peak_taken_bytes", "taken_bytes")
 
@@ -117,12 +114,9 @@ class Block:
 
 
 class Pool(ABC):
-    """The free blocks for small requests, or those for large ones.
+    """The free blocks for small requests, up to `SMALL_REQUEST_BYTES`, or those for large ones.
 
-    Args:
-        device: Where memory comes from.
-        is_small: For requests up to `SMALL_REQUEST_BYTES`.
-        max_split_bytes: Blocks from this size on are neither cut nor given to smaller requests.
+    Memory comes from `device`. Blocks from `max_split_bytes` on are neither cut nor given to smaller requests.
     """
 
     def __init__(self, device: DeviceMemory, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
@@ -351,14 +345,14 @@ class ExpandablePool(Pool):
             self._unmap(block)
 
     def release_oversize(self, wanted_bytes: int) -> bool:
-        """Nothing: expandable segments are only given back page by page."""
+        """Do nothing: expandable segments are only given back page by page."""
         return False
 
     def release_unused(self, target_bytes: int) -> None:
-        """Nothing: PyTorch collects fixed segments only (since torch 2.5; earlier ones could stop here)."""
+        """Do nothing: PyTorch collects fixed segments only (since torch 2.5; earlier ones could stop here)."""
 
     def _best_fit(self, wanted_bytes: int) -> int:
-        """As in the base, but a block before unmapped addresses counts with what it can grow by.
+        """Position in `_order` of the best fit, where unmapped addresses after a block count as its own.
 
         So a closed gap is filled before the end of the segment is used up.
         """
@@ -374,7 +368,7 @@ class ExpandablePool(Pool):
         return block.size_bytes if upper is None or upper.mapped else block.size_bytes + upper.size_bytes
 
     def _is_cut(self, wanted_bytes: int, rest_bytes: int) -> bool:
-        """Any whole block is kept apart. Source: should_split."""
+        """Whether a block is cut for a request: any rest of block size is kept apart. Source: should_split."""
         return rest_bytes >= MIN_BLOCK_BYTES
 
     def _lowest_room(self, wanted_bytes: int) -> Block:

@@ -19,7 +19,7 @@ ALTERNATIVES = (
 )
 """Settings to try on any trace, each alone. The numbers are examples, not tuned."""
 COLLECTING = AllocatorSettings(garbage_collection_threshold=0.8)
-"""To try where the capacity is known; 0.8 is the example in PyTorch's notes on CUDA."""
+"""Settings to try where the capacity is known; 0.8 is the example in PyTorch's notes on CUDA."""
 _RESOLUTION = 1024
 """The smallest capacity is found to one part in this many: finer than any estimate, in ten replays at most."""
 
@@ -42,19 +42,12 @@ class AllocatorWhatIf:
 def compare_allocators(trace: Trace, capacity_bytes: int | None = None) -> tuple[AllocatorWhatIf, ...]:
     """Predict reserved memory of a trace under PyTorch's defaults and under other allocator settings.
 
+    The defaults come first, then `ALTERNATIVES`, then `COLLECTING` if there is a capacity, without which it
+    does nothing. The result is empty for a CPU, which caches nothing. `capacity_bytes` is what the allocator
+    can reserve; None is without limit.
+
     Each is replayed once or twice for the peak and some ten times for the smallest capacity, sixty times in
-    all.
-
-    Args:
-        trace: Some training steps.
-        capacity_bytes: What the allocator can reserve; None is without limit.
-
-    Returns:
-        The defaults first, then `ALTERNATIVES`, then `COLLECTING` if there is a capacity, without which it does
-        nothing; nothing at all for a CPU, which caches nothing.
-
-    Raises:
-        UnknownNameError: The trace's kind of device is unknown.
+    all. Raises `UnknownNameError` if the trace's kind of device is unknown.
     """
     rounding_bytes_of(trace.device_kind)
     if trace.device_kind != "cuda":
@@ -72,20 +65,14 @@ def smallest_surviving_capacity_bytes(
 ) -> int | None:
     """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
 
-    It is found by bisection over up to ten replays, so it takes that much longer than `predict_memory`. A
-    larger capacity need not be survived too, as flushing changes where blocks lie. This one is, and one smaller
-    by a thousandth, or by 2 MiB if that is more, is not.
+    It is a multiple of 2 MiB, as segments are; None for a CPU, which caches nothing. It is found by bisection
+    over up to ten replays, so it takes that much longer than `predict_memory`. A larger capacity need not be
+    survived too, as flushing changes where blocks lie. This one is, and one smaller by a thousandth, or by 2
+    MiB if that is more, is not.
 
-    Args:
-        trace: Some training steps.
-        allocator: The CUDA allocator's settings; None takes those of the trace's own settings.
-        unlimited_peak_reserved_bytes: What the trace reserves without limit, if that is known already.
-
-    Returns:
-        A multiple of 2 MiB, as segments are; None for a CPU, which caches nothing.
-
-    Raises:
-        UnknownNameError: The trace's kind of device is unknown.
+    `allocator` has the CUDA allocator's settings; None takes those of the trace's own settings.
+    `unlimited_peak_reserved_bytes` is what the trace reserves without limit, if that is known already. Raises
+    `UnknownNameError` if the trace's kind of device is unknown.
     """
     rounding_bytes_of(trace.device_kind)
     if trace.device_kind != "cuda":

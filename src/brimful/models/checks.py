@@ -8,17 +8,9 @@ from brimful.errors import UsageError
 
 
 def check_range(model: str, option: str, value: Any, least: int, most: int | None = None) -> None:
-    """Refuse an option that is not a whole number in a range.
+    """Refuse an option that is not a whole number in a range, which `most` None leaves open above.
 
-    Args:
-        model: The model's name, for the message.
-        option: The option's name, for the message.
-        value: The option's value.
-        least: The smallest valid value.
-        most: The largest valid value; None for no limit.
-
-    Raises:
-        UsageError: The value is invalid; the message has the valid values.
+    The UsageError names the model, the option and the valid values.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= least and (most is None or value <= most):
@@ -30,14 +22,7 @@ def check_range(model: str, option: str, value: Any, least: int, most: int | Non
 def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
     """Refuse an option that is not a positive multiple of a number.
 
-    Args:
-        model: The model's name, for the message.
-        option: The option's name, for the message.
-        value: The option's value.
-        divisor: Number that must divide the value.
-
-    Raises:
-        UsageError: The value is invalid; the message has the nearest valid one.
+    The UsageError names the model, the option and the nearest valid value.
     """
     check_range(model, option, value, divisor)
     if value % divisor:

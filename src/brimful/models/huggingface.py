@@ -26,19 +26,11 @@ class Published:
 
 
 def build_model(name: str, published: Published, *, without: tuple[str, ...] = (), **changes: Any) -> nn.Module:
-    """A published model with random weights; nothing is looked up or downloaded.
+    """A published model with random weights, in float32, in training mode, with sdpa attention.
 
-    Args:
-        name: What error messages call it.
-        published: Its classes and hyper-parameters.
-        without: Hyper-parameters that are to be None.
-        **changes: Hyper-parameters that take the place of published ones; None leaves one as published.
-
-    Returns:
-        The model in float32, in training mode, with sdpa attention.
-
-    Raises:
-        UsageError: transformers is not installed.
+    Nothing is looked up or downloaded. Each of `changes` takes the place of a published hyper-parameter, unless
+    it is None; hyper-parameters in `without` are None. `name` is for errors: UsageError if transformers is not
+    installed.
     """
     try:
         import transformers
@@ -66,24 +58,18 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def attention(*, causal: bool) -> str:
-    """The attention that transformers' models are built with, by its name there.
+    """The attention that transformers' models are built with, as `attn_implementation` takes it.
 
-    Of a causal model it is transformers' own sdpa attention under a name for which no mask is made.
+    For a causal model it is transformers' own sdpa attention under a name for which no mask is made.
 
-    Under the name "sdpa", a causal model reads from its position ids, with an `.all()` in Python, whether a
-    row holds several packed sequences, and leaves the mask out if none does. On fake tensors it does not
-    ask but builds a mask of (B, 1, T, T), which then rules out flash attention: what is captured would be
-    another program. Without a mask the model calls `scaled_dot_product_attention(…, is_causal=True)` on
-    real and on fake tensors. It is right only for batches without padding and packing, as ours are.
+    Under the name "sdpa", a causal model reads from its position ids, with an `.all()` in Python, whether a row
+    holds several packed sequences, and omits the mask if none does. On fake tensors it does not ask but builds
+    a mask of (B, 1, T, T), which then rules out flash attention: what is captured would be another program.
+    Without a mask the model calls `scaled_dot_product_attention(…, is_causal=True)` on real and on fake
+    tensors. It is right only for batches without padding and packing, as ours are.
 
-    Args:
-        causal: Whether a token attends to those before it only.
-
-    Returns:
-        What `attn_implementation` takes.
-
-    Source: transformers.masking_utils, `find_packed_sequence_indices`, `_preprocess_mask_arguments`
-    (checked: 5.23).
+    Source: transformers.masking_utils, `find_packed_sequence_indices`, `_preprocess_mask_arguments` (checked:
+    5.23).
     """
     if not causal:
         return "sdpa"

@@ -111,12 +111,10 @@ class _Product4Bit(torch.autograd.Function):
 
 
 class PredictedLinear4bit(nn.Linear):
-    """As bitsandbytes' `Linear4bit` beneath an adapter.
+    """Stands in for bitsandbytes' `Linear4bit` beneath an adapter.
 
-    Args:
-        weight: (N, K), whose type is the one to compute in.
-        bias: (N,), or None.
-        is_nested: Whether the scales are quantised too.
+    `weight` is (N, K), in the type to compute in; `bias` is (N,) or None; `is_nested` is whether the scales are
+    quantised too.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_nested: bool) -> None:
@@ -182,11 +180,9 @@ class _Product8Bit(torch.autograd.Function):
 
 
 class PredictedLinear8bit(nn.Linear):
-    """As bitsandbytes' `Linear8bitLt` without a threshold.
+    """Stands in for bitsandbytes' `Linear8bitLt` without a threshold.
 
-    Args:
-        weight: (N, K).
-        bias: (N,), or None.
+    `weight` is (N, K); `bias` is (N,) or None.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

@@ -135,7 +135,7 @@ _PACKAGES = {"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn",
 
 
 def _install(error: ModuleNotFoundError) -> str:
-    """How to get the module that is missing, as a sentence after another."""
+    """How to get the missing module, as a sentence to append to an error."""
     if error.name is None:
         return ""
     top = error.name.partition(".")[0]

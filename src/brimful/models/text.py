@@ -171,21 +171,11 @@ def text_encoder(
     vocab_size: int | None = None,
     pad_token_id: int | None = None,
 ) -> Callable[[], nn.Module]:
-    """A built-in encoder with a head, or with none.
+    """A function that builds an encoder of `TEXT_CLASSIFIERS`, with a head or with none, and random weights.
 
-    Args:
-        name: One of `TEXT_CLASSIFIERS`.
-        class_suffix: What transformers' class ends in: "ForTokenClassification", or "Model" for no head.
-        sequence_length: Maximum tokens per sample.
-        num_labels: Number of classes; None if there are none.
-        vocab_size: Number of tokens; None as published.
-        pad_token_id: The padding token; None as published.
-
-    Returns:
-        A function that builds it with random weights.
-
-    Raises:
-        UsageError: A number is out of range.
+    `class_suffix` is what transformers' class ends in: "ForTokenClassification", or "Model" for no head.
+    `sequence_length` is the maximum of tokens per sample; `num_labels` is None if there are none; `vocab_size`
+    and `pad_token_id` are as published if None. A number out of range raises UsageError.
     """
     published, most_tokens = _ENCODERS[name]
     check_range(name, "sequence_length", sequence_length, 1, most_tokens)
@@ -210,7 +200,7 @@ def _encoder_builder(
     vocab_size: int | None,
     pad_token_id: int | None,
 ) -> tuple[Callable[[], nn.Module], range]:
-    """Builds an encoder; and the tokens that its batches may have."""
+    """A function that builds an encoder, and the tokens that its batches may have."""
     check_range(name, "num_labels", num_labels, 2)
     if num_hidden_layers is not None:
         check_range(name, "num_hidden_layers", num_hidden_layers, 1)
@@ -303,7 +293,7 @@ def _language_model_job(
 
 
 def _vocabulary(name: str, published: Published, asked: int | None, *, least: int) -> int:
-    """Tokens that the model has embeddings of."""
+    """Number of tokens that the model has embeddings of."""
     if asked is None:
         as_published: int = published.config["vocab_size"]
         return as_published

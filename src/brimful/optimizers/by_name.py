@@ -25,11 +25,11 @@ from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
 
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
-"""Elementwise optimizers, which can step flat parts of all parameters together. Adagrad is one too, but
+"""Elementwise optimizers, which can step flat parts of all parameters together. Adagrad is elementwise too, but
 DeepSpeed 0.19 replaces it by its own, with one parameter group."""
 
 NOT_UNDER_FSDP2 = ("adafactor", "adamw8bit")
-"""Optimizers that do not update parts of parameters; `distributed.fsdp.check_optimizer` says why."""
+"""Optimizers that cannot update sharded parameters; `distributed.fsdp.check_optimizer` says why."""
 
 _Maker = Callable[[list[nn.Parameter], nn.Module | None], Optimizer]
 """Makes an optimizer from parameters, and their model if it is known."""
@@ -174,7 +174,7 @@ def _make(job: Job, parameters: list[nn.Parameter], model: nn.Module | None, nam
 def _make_own(
     make: Callable[[Any], Optimizer], parameters: list[nn.Parameter], model: nn.Module | None
 ) -> Optimizer:
-    """The optimizer of a job's function; the name of its argument decides what it receives."""
+    """Call a job's function; the name of its first argument decides what it receives."""
     wanted = _first_argument(make)
     if wanted not in ("model", "named_parameters"):
         return make(parameters)
@@ -189,7 +189,7 @@ def _make_own(
 def _first_argument(make: Callable[..., Any]) -> str | None:
     try:
         return next(iter(inspect.signature(make).parameters), None)
-    except (TypeError, ValueError):  # of a function without a signature, in C
+    except (TypeError, ValueError):  # raised for a function in C without a signature
         return None
 
 

@@ -10,14 +10,9 @@ from brimful.errors import UsageError
 
 
 def check_needs_no_closure(optimizer: Optimizer, *, job: str) -> None:
-    """Check that an optimizer steps on gradients alone.
+    """Raise `UsageError` if an optimizer's step requires a closure, as that of LBFGS does.
 
-    Args:
-        optimizer: Any.
-        job: Its name, for the message.
-
-    Raises:
-        UsageError: Its step requires a closure, as that of LBFGS does.
+    `job` is the job's name, for the message.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -1,4 +1,4 @@
-"""How an optimizer goes over its parameters: one by one, lists of them, or one fused kernel."""
+"""How an optimizer iterates over its parameters: one by one, lists of them, or one fused kernel."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from brimful.settings import OptimizerImplementation
 
 
 def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> bool:
-    """Whether an optimizer supports an implementation and its user has not chosen another.
-
-    Args:
-        optimizer: The optimizer; an implementation that its user chose stays.
-        implementation: The requested implementation.
-
-    Returns:
-        Whether `set_implementation` may be called.
-    """
+    """Whether an optimizer supports an implementation and its user has not chosen another."""
     has_choice = all(name in optimizer.defaults for name in _flags(implementation))
     is_open = all(not group.get(name) for group in optimizer.param_groups for name in ("foreach", "fused"))
     is_explicit = any(group.get("foreach") is False for group in optimizer.param_groups)
@@ -34,14 +26,9 @@ _SCALES_ITSELF = "_step_supports_amp_scaling"
 
 
 def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> None:
-    """Let an optimizer go over its parameters in a certain way from now on.
+    """Make an optimizer use an implementation from now on, in place of the chosen one; its state stays.
 
-    Args:
-        optimizer: With or without state, which stays.
-        implementation: Takes the place of what was chosen.
-
-    Raises:
-        UsageError: The optimizer has no such implementation, or it would be wrong about a parameter.
+    Raises `UsageError` if the optimizer has no such implementation, or it would update a parameter wrongly.
     """
     if implementation is OptimizerImplementation.FUSED:
         _refuse_gaps(optimizer)
@@ -61,13 +48,9 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
 
 
 def kept_implementation(optimizer: Optimizer) -> Callable[[], None]:
-    """Remember how an optimizer goes over its parameters, before `set_implementation` changes that.
+    """Return a function that restores an optimizer's implementation after `set_implementation`.
 
-    Args:
-        optimizer: Any.
-
-    Returns:
-        A function that restores it; groups that were added since then get the optimizer's defaults.
+    Groups that were added since then get the optimizer's defaults.
     """
     names = tuple(_flags(OptimizerImplementation.FUSED))
     defaults, *groups = (
@@ -107,7 +90,10 @@ def _with_gaps(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _refuse_complex(optimizer: Optimizer) -> None:
-    """As torch does at the first step (optimizer.py, `_get_fused_kernels_supported_devices`)."""
+    """Refuse parameters that are not real floats, as torch does at the first step.
+
+    Source: torch/optim/optimizer.py, `_get_fused_kernels_supported_devices`.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = [parameter for parameter in parameters if not parameter.is_floating_point()]
     if others:
@@ -119,15 +105,10 @@ def _refuse_complex(optimizer: Optimizer) -> None:
 
 
 def check_gaps(optimizer: Optimizer) -> None:
-    """Check that no fused kernel is given a parameter with gaps.
+    """Raise `UsageError` if a fused kernel would update a parameter with gaps.
 
-    On a CPU it takes a parameter's memory for a row and updates what is between its numbers (torch 2.13).
-
-    Args:
-        optimizer: Any.
-
-    Raises:
-        UsageError: One is.
+    On a CPU the kernel takes a parameter's memory for a row and updates what is between its numbers (torch
+    2.13).
     """
     if any(group.get("fused") for group in optimizer.param_groups):
         _refuse_gaps(optimizer)

@@ -11,13 +11,10 @@ from torch.optim import Optimizer
 
 
 class Muon(Optimizer):
-    """Muon on hidden matrices and AdamW on all else, as one optimizer.
+    """Muon on hidden matrices and AdamW on all other parameters, as one optimizer.
 
-    Its groups and its state are those of torch's two; a group's "algorithm" says whose it is.
-
-    Args:
-        matrices: Updated by Muon.
-        others: Updated by AdamW; may be none.
+    Its groups and its state are those of torch's two; a group's "algorithm" says whose it is. `others` may be
+    empty.
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter]) -> None:
@@ -31,14 +28,7 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": muon.defaults["lr"], "weight_decay": muon.defaults["weight_decay"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step both optimizers.
-
-        Args:
-            closure: Reevaluates the model and returns the loss, with gradients.
-
-        Returns:
-            The loss; None without `closure`.
-        """
+        """Step both optimizers; returns the loss of `closure`, None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -13,17 +13,10 @@ _MOST_SHAPES_NAMED = 3
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, job: str) -> None:
-    """Check that an optimizer is a torch optimizer, and updates only parameters of the model.
+    """Raise `UsageError` unless an optimizer is a torch optimizer, and updates only parameters of the model.
 
     It may update some of them. Parameters that require no gradient are never updated, so they do not count.
-
-    Args:
-        optimizer: The optimizer to check.
-        parameters: Parameters of the model.
-        job: Name of the job, for the message.
-
-    Raises:
-        UsageError: It is not an optimizer, or updates other parameters or none.
+    `job` is the job's name, for the message.
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _LEAST_NUMBERS = 4096
-"""Smaller parameters keep float32, `min_8bit_size`."""
+"""Parameters of fewer numbers keep their state in float32; bitsandbytes' `min_8bit_size`."""
 _BLOCK = 256
 """Numbers that share a scale."""
 _CODES = 256
@@ -35,11 +35,7 @@ _ops: Any = torch.ops.bitsandbytes_stand_in
 
 
 class AdamW8bit(Optimizer):
-    """The state that bitsandbytes' has, and its kernels on fake tensors.
-
-    Args:
-        params: Parameters, or parameter groups.
-    """
+    """An optimizer with the state of bitsandbytes' AdamW8bit, and its kernels on fake tensors."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2})
@@ -47,7 +43,7 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters with a gradient."""
+        """Update all parameters with a gradient once."""
         loss = None if closure is None else closure()
         for parameter in (each for group in self.param_groups for each in group["params"]):
             if parameter.grad is None:

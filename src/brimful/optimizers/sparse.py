@@ -1,4 +1,4 @@
-"""Sparse gradients, as of `nn.Embedding(sparse=True)`, are refused, by everything in the same words."""
+"""Refuse sparse gradients, such as those of `nn.Embedding(sparse=True)`, everywhere with one message."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ SPARSE_ARGUMENT = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embeddin
 
 
 def check_dense_gradients(optimizer: Optimizer, model: nn.Module | None = None) -> None:
-    """Check that neither an optimizer nor a model's embeddings require sparse gradients.
+    """Raise `UsageError` if an optimizer or a model's embeddings require sparse gradients.
 
-    Args:
-        optimizer: The optimizer.
-        model: The model that it trains; None if only its parameters are known.
-
-    Raises:
-        UsageError: One of them requires sparse gradients.
+    `model` is None if only its parameters are known.
     """
     modules = () if model is None else model.modules()
     embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -32,28 +27,15 @@ def check_dense_gradients(optimizer: Optimizer, model: nn.Module | None = None) 
 
 
 def check_gradients_are_dense(gradients: Iterable[Tensor]) -> None:
-    """Check gradients that backward made.
-
-    Args:
-        gradients: Gradients of parameters.
-
-    Raises:
-        UsageError: A gradient is sparse.
-    """
+    """Raise `UsageError` if a gradient that backward made is sparse."""
     if any(gradient.layout is not torch.strided for gradient in gradients):
         raise _sparse_gradients()
 
 
 def check_op_makes_dense_gradient(op: Any, args: tuple[Any, ...], **_others: Any) -> None:
-    """Check an op before it is captured, because backward on fake tensors always makes dense gradients.
+    """Raise `UsageError` if an op is an embedding with a sparse gradient.
 
-    Args:
-        op: The op.
-        args: Its arguments.
-        **_others: Not used.
-
-    Raises:
-        UsageError: The op is an embedding with a sparse gradient.
+    Ops are checked before capture, because backward on fake tensors always makes dense gradients.
     """
     position = SPARSE_ARGUMENT.get(op, len(args))
     if position < len(args) and args[position] and args[0].requires_grad:

@@ -21,7 +21,7 @@ CURVE_POINTS = 12
 """Budgets, besides its own, whose step time a plan shows."""
 
 MOST_ALTERNATIVES = 6
-"""Those listed in a plan."""
+"""Number of alternatives that a plan lists, at most."""
 
 _SAME_FRACTION = 0.001
 """Memory and times that differ by less are equal. A choice."""
@@ -47,7 +47,7 @@ def alternatives(
 
 
 def _different(alternatives: Sequence[Alternative], listed: Sequence[Alternative]) -> Iterator[Alternative]:
-    """Those of another memory or time than all listed and all before; of equal ones, the first."""
+    """The alternatives of another memory or time than all listed and all before; of equal ones, the first."""
     seen = list(listed)
     for each in alternatives:
         if not any(_is_equal(each, other) for other in seen):
@@ -128,9 +128,9 @@ def budget_curve(
 ) -> Iterator[BudgetPoint]:
     """Times at budgets from the smallest that fits anything to that of the baseline, and with one GiB more.
 
-    Segments are taken to hold as much more than is allocated as they do in the plan, and at the least as they
-    do there. As that is approximate, no smaller budget is shown as faster than the plan, and no larger one as
-    slower.
+    Reserved bytes are taken to exceed allocated bytes by the same factor as in the plan; the smallest budget is
+    at least what its choice is expected to reserve. As that is approximate, no smaller budget is shown as
+    faster than the plan, and no larger one as slower.
     """
     context_bytes = request.device.context_bytes
     allocated_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes

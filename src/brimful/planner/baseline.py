@@ -26,7 +26,7 @@ class Baseline:
 
     @classmethod
     def of(cls, capture: Capture, request: Request) -> Baseline:
-        """Of the job and the device that a request names."""
+        """Capture the baseline of the job and the device that a request names."""
         settings = request.baseline_settings()
         trace = per_rank_trace(capture(settings))
         estimate = estimate_unlimited(trace, request.device)

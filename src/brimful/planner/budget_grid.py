@@ -48,7 +48,7 @@ class BudgetGrid:
 
     @cached_property
     def nested_levels(self) -> tuple[int, ...]:
-        """Budgets below those, at which segments are nested, rising; none where that takes no less."""
+        """Budgets below `levels`, at which segments are nested, rising; none where that takes no less."""
         most = self.smallest_peak_bytes
         least = most if self._segments is None else smallest_segment_peak_bytes(self._segments)
         steps = NESTED_LEVELS if most > least else 0
@@ -61,7 +61,7 @@ class BudgetGrid:
 
     @property
     def smallest_nested_peak_bytes(self) -> int:
-        """The same with them, where they take less."""
+        """Least allocated bytes of any permitted choice, with nested segments where they take less."""
         return (*self.nested_levels, *self.levels)[0]
 
     def solution_at(self, level_bytes: int) -> Solution:
@@ -77,7 +77,11 @@ class BudgetGrid:
         return None if solution is None else self._candidate.step_seconds(solution.seconds)
 
     def nested_step_seconds(self, budget_bytes: int, below_seconds: float = math.inf) -> float | None:
-        """The same where each unit is recomputed or nested; also None if that takes `below_seconds` or more."""
+        """The least time of a step within a budget where each unit is recomputed or nested.
+
+        The result is None if nothing fits the budget, or if recomputing every unit takes `below_seconds` or
+        more.
+        """
         if self._candidate.step_seconds(self._recompute_seconds) >= below_seconds:
             return None
         solution = self._solve_nested(budget_bytes)

@@ -19,12 +19,7 @@ from brimful.results import JobCalibration
 def request_calibrated(request: Request, calibration: JobCalibration) -> Request:
     """The request whose search, by predictions as they are, finds what fits when they are multiplied.
 
-    Args:
-        request: As it was asked.
-        calibration: Of this job on this device.
-
-    Returns:
-        The request with budget and limit divided by the factor of the peak, without the CUDA context.
+    Budget and limit, without the CUDA context, are divided by the factor of the peak.
     """
     return replace(
         request,
@@ -36,15 +31,9 @@ def request_calibrated(request: Request, calibration: JobCalibration) -> Request
 
 
 def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -> Plan:
-    """The plan of a calibrated request, with its predictions multiplied.
+    """The plan found for `request_calibrated`, its predictions multiplied, with a note of factors other than 1.
 
-    Args:
-        plan: What the search found for `request_calibrated`.
-        request: As it was asked.
-        calibration: Of this job on this device.
-
-    Returns:
-        The plan, with a note of the factors other than 1.
+    `request` is the one before calibration.
     """
     low_high = plan.predicted_step_seconds_interval
     times = calibration.time_factor
@@ -81,16 +70,7 @@ def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -
 def infeasible_calibrated(
     error: InfeasibleError, request: Request, calibration: JobCalibration
 ) -> InfeasibleError:
-    """The error of a calibrated request, with the budget as it was asked.
-
-    Args:
-        error: What the search raised for `request_calibrated`.
-        request: As it was asked.
-        calibration: Of this job on this device.
-
-    Returns:
-        The error to raise.
-    """
+    """The error that the search raised for `request_calibrated`, with the budget as it was asked."""
     context_bytes, factor = request.device.context_bytes, calibration.factor_of_peak
     corrected = (
         f"a budget of {format_bytes(request.budget_bytes)} counts as {format_bytes(error.budget_bytes)} of "
@@ -105,15 +85,9 @@ def infeasible_calibrated(
 
 
 def reserved_within(budget_bytes: int, *, context_bytes: int, factor: float) -> int:
-    """The most bytes that may be predicted as reserved, where the peak is a factor of the prediction.
+    """The most bytes, without the CUDA context, that may be predicted as reserved within a budget.
 
-    Args:
-        budget_bytes: Permitted on the device, CUDA context included.
-        context_bytes: Of the CUDA context.
-        factor: Measured over predicted peak.
-
-    Returns:
-        Bytes without the context.
+    `budget_bytes` includes `context_bytes`; `factor` is the measured over the predicted peak.
     """
     return int((budget_bytes - context_bytes) / factor)
 

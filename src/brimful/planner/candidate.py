@@ -19,21 +19,21 @@ class Candidate:
     """One way to train but for the actions of its units, and what is known of it from two captures."""
 
     settings: Settings
-    """With no actions."""
+    """The settings, with no actions."""
     device: Device
     units: tuple[str, ...]
     problem: PlanningProblem
     kept: Trace
-    """Every unit kept."""
+    """A capture with every unit kept."""
     recomputed: Trace
-    """Every unit recomputed."""
+    """A capture with every unit recomputed."""
     kept_seconds: float
-    """Of a step that keeps every unit."""
+    """Time of a step that keeps every unit."""
     pinned: Action | None
     """The one action for all units that was asked for; None leaves the choice."""
 
     def with_expandable_segments(self) -> Candidate:
-        """The same with expandable segments of the allocator: only reserved bytes differ."""
+        """The candidate with expandable segments of the allocator: only reserved bytes differ."""
         return replace(
             self,
             settings=replace(self.settings, expandable_segments=True),
@@ -42,7 +42,7 @@ class Candidate:
         )
 
     def without_offloading(self) -> Candidate:
-        """The same without choices that offload units, from the same captures."""
+        """The candidate without choices that offload units, from the same captures."""
         return replace(self, problem=self.problem.without_offloading())
 
     @property

@@ -35,7 +35,7 @@ class ExpectedChoice:
 
     search: CandidateSearch
     level: int
-    """Its index in the budget grid."""
+    """Index of the choice in the budget grid."""
     settings: Settings
     seconds: float
     reserved_bytes: int
@@ -54,23 +54,23 @@ class CandidateSearch:
     ) -> None:
         self.candidate = candidate
         self.grid = BudgetGrid(candidate) if grid is None else grid
-        """May be shared with a candidate that differs only in what is reserved."""
+        """The budget grid, which candidates that differ only in what is reserved may share."""
         self._replays = Replays(candidate, capture)
         self._notes = notes
         self._expected: dict[int, ExpectedChoice | None] = {}
         self._with_fixed_segments: CandidateSearch | None = None
-        """The same without expandable segments, if this has them."""
+        """The search without expandable segments, if this one has them."""
         self._without_offloading: CandidateSearch | None = None
 
     def with_expandable_segments(self) -> CandidateSearch:
-        """The same with expandable segments of the allocator, which shares the solutions of the grid."""
+        """The search with expandable segments of the allocator, which shares the solutions of the grid."""
         candidate = self.candidate.with_expandable_segments()
         found = CandidateSearch(candidate, self._replays.capture, self._notes, grid=self.grid)
         found._with_fixed_segments = self
         return found
 
     def without_offloading(self) -> CandidateSearch:
-        """The same without choices that offload units, and one for all callers; itself if it has none."""
+        """The search without choices that offload units, one for all callers; itself if it has none."""
         if not self.candidate.problem.offloads:
             return self
         if self._without_offloading is None:
@@ -84,7 +84,7 @@ class CandidateSearch:
 
     @property
     def settings(self) -> Settings:
-        """Those of the candidate, with no actions of units."""
+        """The settings of the candidate, with no actions of units."""
         return self.candidate.settings
 
     def expected_within(self, budget_bytes: int) -> ExpectedChoice | None:
@@ -104,20 +104,20 @@ class CandidateSearch:
         return self._expected[budget_bytes]
 
     def known_expected(self, budget_bytes: int) -> ExpectedChoice | None:
-        """The same if it was computed before, else None."""
+        """The choice that `expected_within` has found for a budget before, else None."""
         return self._expected.get(budget_bytes)
 
     def captured_from(self, level: int, budget_bytes: int) -> Estimate | None:
         """A capture of the highest level's choice, from `level` downwards, that truly is within the budget.
 
-        None if none is, or it cannot be captured, of which a note is added.
+        The result is None if no choice is within it, or if one cannot be captured, of which a note is added.
         """
         lower = (each for each in self.grid.levels[level - 1 :: -1] if level)
         expected = (each for each in lower if self._is_expected_to_fit(each, budget_bytes))
         return self._highest_captured(chain([self.grid.levels[level]], expected), budget_bytes)
 
     def kept(self) -> ExpectedChoice | None:
-        """Every unit kept, as expected; None if another action is pinned."""
+        """The choice that keeps every unit, as expected; None if another action is pinned."""
         if self.candidate.pinned not in (None, Action.KEEP):
             return None
         return ExpectedChoice(

@@ -43,19 +43,10 @@ class PlanCheck(PrintedResult):
 
 
 def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> PlanCheck:
-    """Compare a capture of a plan's settings with a budget.
+    """Compare a capture of the current job under a plan's settings with a budget, and with the plan.
 
-    Args:
-        trace: A capture of the current job under the plan's settings.
-        plan: The plan.
-        device: The device to run on.
-        budget_bytes: Bytes permitted to the process, including the CUDA context.
-
-    Returns:
-        The current prediction beside the one of the plan.
-
-    Raises:
-        UsageError: The capture follows another kind of device.
+    `budget_bytes` are permitted to the process on the device, including the CUDA context. A capture that
+    follows another kind of device raises UsageError.
     """
     # As in planning: without the allocator releasing its cache, which would stall every step.
     estimate = estimate_unlimited(per_rank_trace(trace), device)

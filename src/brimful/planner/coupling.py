@@ -26,10 +26,10 @@ def why_kept_whole(baseline: Trace) -> str:
 def what_splitting_changes(
     batch_norms: Sequence[str], stateful: Sequence[str], settings: Settings
 ) -> Iterator[str]:
-    """Changes by splitting the batch in such layers, as clauses.
+    """Changes by splitting the batch in layers that couple its samples, as clauses.
 
-    `batch_norms` normalise with the statistics of the batch; `stateful` is what a forward
-    changes and the next one finds.
+    `batch_norms` normalise with the statistics of the batch; `stateful` is what a forward changes and the next
+    one finds.
     """
     steps = settings.gradient_accumulation_steps
     if batch_norms:

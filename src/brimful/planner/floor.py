@@ -32,19 +32,13 @@ class Floor:
     held_bytes: int
     """Allocated bytes that every plan holds at once."""
     parts: str
-    """Of what they are: "parameters, gradients and optimizer state"."""
+    """What the bytes are of: "parameters, gradients and optimizer state"."""
 
     @classmethod
     def of(cls, baseline: Trace, request: Request, *, has_state: bool = True) -> Floor:
-        """The floor of a request.
+        """The floor of a request: 0 bytes for several ranks, which may divide all of it.
 
-        Args:
-            baseline: Training without a plan.
-            request: What is permitted.
-            has_state: Whether optimizer state counts, if it cannot be on the host; False for other optimizers.
-
-        Returns:
-            A lower bound in bytes: 0 for several ranks, which may divide all of it.
+        `has_state` is whether optimizer state counts, if it cannot be on the host; False for other optimizers.
         """
         parts = {Category.PARAMETERS: most_held_bytes(baseline, Category.PARAMETERS)}
         if request.ranks.world_size > 1:
@@ -61,20 +55,14 @@ class Floor:
         return cls(held_bytes=sum(parts.values()), parts=" and ".join(filter(None, [", ".join(first), last])))
 
     def is_over(self, request: Request) -> bool:
-        """Whether it is over the budget of a request."""
+        """Whether this floor is over the budget of a request."""
         return self.held_bytes > request.reserved_budget_bytes
 
 
 def step_over_floor(capture: Callable[[Settings], Trace], request: Request, baseline: Trace) -> Estimate | None:
-    """A step that takes little, where even the floor is over the budget.
+    """The smallest micro-batch with every unit recomputed, where even the floor is over the budget.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What is permitted.
-        baseline: Training without a plan.
-
-    Returns:
-        The smallest micro-batch with every unit recomputed; None where plans are to be searched.
+    The result is None where plans are to be searched.
     """
     if len(baseline.ops) < SEARCHED_OPS or not Floor.of(baseline, request).is_over(request):
         return None
@@ -93,13 +81,10 @@ def step_over_floor(capture: Callable[[Settings], Trace], request: Request, base
 
 
 def bytes_of_update(trace: Trace) -> int:
-    """What leaves the device at most if the optimizer moves to the host.
+    """The most that leaves the device if the optimizer, on the device in the trace, moves to the host.
 
-    Args:
-        trace: Training with the optimizer on the device.
-
-    Returns:
-        Bytes of its state, or those that its update has beside parameters and gradients, if they are more.
+    These are the bytes of its state, or those that its update has beside parameters and gradients, if they are
+    more.
     """
     state_bytes = most_held_bytes(trace, Category.OPTIMIZER_STATE)
     others = most_held_bytes(trace, Category.PARAMETERS) + most_held_bytes(trace, Category.GRADIENTS)

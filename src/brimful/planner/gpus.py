@@ -32,9 +32,9 @@ class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
     job: str
     global_batch_size: int
     sort: str | None
-    """By what the records are sorted; None: in the order of the table, and printed by speed."""
+    """What the records are sorted by; None: in the order of the table, and printed by speed."""
     notes: tuple[str, ...]
-    """Of which lengths the figures are, where the job's batches differ."""
+    """The lengths that the figures are for, where the job's batches differ."""
 
     def __new__(
         cls,
@@ -81,7 +81,7 @@ class FastestFit:
     predicted_step_seconds_interval: tuple[float, float] | None = None
     """Covers the measured time with 90 % probability."""
     price_per_hour: float | None = None
-    """Of the GPU, in the currency of the prices; None without a price."""
+    """Price of the GPU, in the currency of the prices; None without a price."""
 
     @property
     def predicted_samples_per_second(self) -> float | None:
@@ -92,7 +92,7 @@ class FastestFit:
 
     @property
     def predicted_samples_per_second_interval(self) -> tuple[float, float] | None:
-        """The lower and the upper end of that speed, which cover 90 %."""
+        """The lower and the upper end of the samples per second, with 90 % probability between them."""
         if self.settings is None or self.predicted_step_seconds_interval is None:
             return None
         shortest, longest = self.predicted_step_seconds_interval
@@ -107,7 +107,7 @@ class FastestFit:
 
     @property
     def predicted_cost_per_million_samples(self) -> float | None:
-        """The same for a million samples of the global batch."""
+        """Price of the time of a million samples of the global batch; None as for `predicted_cost_per_step`."""
         cost = self.predicted_cost_per_step
         return (
             None if cost is None or self.settings is None else cost * MILLION / self.settings.global_batch_size
@@ -136,12 +136,12 @@ class GpuFit(FastestFit):
     predicted_smallest_peak_device_bytes: int
     """The smallest peak found without changing the mathematics."""
     confidence: str
-    """Of the GPU's figures: "high", "medium" or "low"."""
+    """Confidence in the GPU's figures: "high", "medium" or "low"."""
     note: str | None = None
-    """That builds of torch lack kernels for the GPU; None if they all have them."""
+    """Which builds of torch lack kernels for the GPU; None if they all have them."""
     usual: UsualFit | None = None
-    """In the precision that training on this GPU usually takes (`usual_precision`); None if another precision
-    than fp32 was asked for, which is then the one to compare."""
+    """The fit in the precision that training on this GPU usually takes (`usual_precision`); None if another
+    precision than fp32 was asked for, which is then the one to compare."""
 
     @property
     def best(self) -> FastestFit:
@@ -149,7 +149,7 @@ class GpuFit(FastestFit):
         return self if self.usual is None or self.usual.settings is None else self.usual
 
     def with_price(self, price_per_hour: float | None) -> GpuFit:
-        """The same GPU at a price."""
+        """The record with a price of the GPU."""
         usual = None if self.usual is None else replace(self.usual, price_per_hour=price_per_hour)
         return replace(self, price_per_hour=price_per_hour, usual=usual)
 
@@ -157,12 +157,8 @@ class GpuFit(FastestFit):
 def usual_precision(device: Device) -> Precision:
     """The precision in which one would train on a GPU by default, beside strict fp32.
 
-    Args:
-        device: A GPU.
-
-    Returns:
-        bf16 autocast where the hardware has it, since it needs no loss scaling; fp16 autocast on GPUs with
-        tensor cores before; else fp32, as half types are not faster there.
+    It is bf16 autocast where the hardware has it, since it needs no loss scaling; fp16 autocast on GPUs with
+    tensor cores before; else fp32, as half types are not faster there.
     """
     if device.supports(Precision.BF16):
         return Precision.BF16
@@ -188,17 +184,9 @@ SORTS = tuple(_SORTS)
 
 
 def sort_fits(fits: Iterable[GpuFit], sort: str) -> list[GpuFit]:
-    """GPUs in an order.
+    """GPUs in the order of `sort`; those on which the job does not fit are last.
 
-    Args:
-        fits: One record per GPU.
-        sort: "speed", "memory" or "cost". GPUs on which the job does not fit are last.
-
-    Returns:
-        The same records.
-
-    Raises:
-        UsageError: `sort` is another word, or no GPU has a price to sort by.
+    A `sort` other than "speed", "memory" or "cost", or "cost" where no GPU has a price, raises UsageError.
     """
     listed = list(fits)
     if sort not in _SORTS:
@@ -217,21 +205,12 @@ def survey_gpus(
     can_split: bool = True,
     compares_usual: bool = False,
 ) -> tuple[GpuFit, ...]:
-    """Try the baseline, smaller micro-batches and recomputation on every GPU.
+    """Try the baseline, smaller micro-batches and recomputation on every GPU; one record for each, in order.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        devices: GPUs of the table.
-        base: The baseline: its micro-batch is the global batch. GPUs without its precision take fp32.
-        splits_coupled_batches: Whether a batch may be split although layers couple its samples.
-        can_split: Whether the job's batches can be split at all.
-        compares_usual: Whether to try each GPU's usual precision too.
-
-    Returns:
-        One record for each device, in the same order.
-
-    Raises:
-        CaptureError: The step cannot be run on fake tensors.
+    The micro-batch of `base` is the global batch; GPUs without its precision take fp32.
+    `splits_coupled_batches` is whether a batch may be split although layers couple its samples, `can_split`
+    whether the job's batches can be split at all, `compares_usual` whether to try each GPU's usual precision
+    too. A step that cannot be run on fake tensors raises CaptureError.
     """
     families: list[_Family] = []
     splitting = _Splitting(can_split, splits_coupled_batches)
@@ -292,7 +271,7 @@ class _Family:
         small: Trace | None,
     ) -> None:
         self.small = small
-        """By which GPUs are compared: one capture."""
+        """The one capture by which GPUs are compared."""
         self._scaled = DerivedTraces(partial(capture, device=device))
         self.device = device
         self._splitting = splitting
@@ -314,23 +293,21 @@ class _Family:
         return [self._base.with_micro_batch_size(size) for size in sizes]
 
     def recomputed(self) -> list[Settings]:
-        """The same micro-batches with all units recomputed."""
+        """The micro-batches of `kept` with all units recomputed."""
         return [replace(settings, units=self._all_recomputed()) for settings in self.kept() if self._units]
 
     def trace(self, settings: Settings) -> Trace:
-        """The step under settings."""
         if settings not in self._traces:
             self._traces[settings] = self._scaled.at(settings)
         return self._traces[settings]
 
     def step_time(self, settings: Settings, device: Device) -> StepTime:
-        """Predicted time of the step on one of the GPUs."""
         if settings not in self._timers:
             self._timers[settings] = StepTimer(self.trace(settings))
         return self._timers[settings].on(device)
 
     def two_steps(self, settings: Settings) -> AllocationsOnGpus:
-        """Two of them: the second finds memory as the allocator was left by the first."""
+        """Two steps under settings: the second finds memory as the allocator was left by the first."""
         if settings not in self._two_steps:
             self._two_steps[settings] = AllocationsOnGpus(self.trace(settings).with_last_step_again())
         return self._two_steps[settings]

@@ -12,12 +12,7 @@ from brimful.prediction.exceedance import bytes_at_probability, exceedance_proba
 def with_headroom(request: Request, baseline: Estimate) -> Request:
     """The request with a budget that leaves the headroom, relative to the peak, that the baseline needs.
 
-    Args:
-        request: As it was asked.
-        baseline: Training without a plan, wherever it fits.
-
-    Returns:
-        A request with the same limit.
+    The baseline is that without a plan, wherever it fits. The limit of the request stays.
     """
     needed_bytes = bytes_at_probability(baseline, request.device.kind, request.permits.exceedance)
     headroom = needed_bytes / max(baseline.predicted_peak_device_bytes, 1)

@@ -101,7 +101,7 @@ def _what_was_asked(request: Request) -> Iterator[str]:
 def _options(capture: Capture, request: Request, smallest: Estimate, baseline: Trace) -> Iterator[str]:
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget.
 
-    One whose prediction is uncertain is not advised: that it fits is not known.
+    A change whose prediction is uncertain is not advised: that it fits is not known.
     """
     settings = smallest.settings
     may_fit = not Floor.of(baseline, request).is_over(request)

@@ -31,8 +31,8 @@ MEAN_OVER_SAMPLES_NOTE = (
     "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
     'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
 )
-"""Of a plan that splits the batch of a job without a count. Integrations, whose users have no `Job`, replace
-it."""
+"""Note of a plan that splits the batch of a job without a count. Integrations, whose users have no `Job`,
+replace it."""
 
 _FUSED_NOTE = (
     "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
@@ -112,13 +112,13 @@ def notes_for(
 
 
 def _which_torch_has_kernels(device: Device) -> list[str]:
-    """That builds of torch lack kernels for an old GPU."""
+    """Note that builds of torch lack kernels for an old GPU."""
     note = torch_builds_note(device)
     return [] if note is None else [note]
 
 
 def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Request) -> list[str]:
-    """That no smaller micro-batches were tried, if the job's batches cannot be split, or should not be.
+    """Note that no smaller micro-batches were tried, if the job's batches cannot be split, or should not be.
 
     Layers that depend on the micro-batch are named where the plan spares memory in another way.
     """
@@ -133,7 +133,7 @@ def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Reques
 
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
-    """That the optimizer is another than the job's, if it is."""
+    """Note that the optimizer is another than the job's, if it is."""
     if settings.optimizer == request.pins.optimizer:
         return []
     return [
@@ -142,7 +142,7 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
 
 
 def _what_the_format_changes(settings: Settings, request: Request) -> list[str]:
-    """That channels_last rounds otherwise; that a CPU's choice rests on copies alone."""
+    """Notes that channels_last rounds otherwise, and that a CPU's choice rests on copies alone."""
     notes = [_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []
     if request.device.kind == "cpu" and len(request.permits.memory_formats) > 1:
         notes.append(_FORMATS_ON_CPU_NOTE)
@@ -256,7 +256,7 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
 def _where_the_optimizer_returns(
     best: Estimate, request: Request, candidates: Sequence[CandidateSearch]
 ) -> list[str]:
-    """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
+    """Note of the budget from which the optimizer fits the device, if want of room sent it to the host."""
     if not best.settings.offload_optimizer or request.pins.offload_optimizer:
         return []
     on_device = [each for each in candidates if not each.settings.offload_optimizer]

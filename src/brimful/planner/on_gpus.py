@@ -16,13 +16,10 @@ from brimful.trace.gpu_sizes import DECIDING_PROPERTIES, is_sized_by_gpu, size_o
 
 
 class AllocationsOnGpus:
-    """Replays a trace on one GPU after another.
+    """Replays a trace on one GPU after another, captured for a GPU that decides as these do.
 
     What differs from one to the next are the storages whose size depends on the card: its multiprocessors and
     cuBLAS's workspace.
-
-    Args:
-        trace: Captured for a GPU that decides as these do.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -70,5 +67,5 @@ class AllocationsOnGpus:
 
 
 def _card(device: Device) -> tuple[int | None, ...]:
-    """All that sizes depend on."""
+    """The properties of a GPU that sizes depend on."""
     return tuple(getattr(device, name) for name in DECIDING_PROPERTIES)

@@ -63,19 +63,9 @@ class Replays:
 
 
 def estimate_of(settings: Settings, capture: Capture, device: Device) -> Estimate:
-    """The estimate of settings as a plan has it: of a capture with them applied.
+    """The estimate of settings as a plan has it: of the second of two steps, from a capture with them applied.
 
-    Args:
-        settings: Of the step.
-        capture: Runs a step on fake tensors.
-        device: Where it is to run.
-
-    Returns:
-        Memory and time of the second of two steps.
-
-    Raises:
-        CaptureError: The step cannot be captured.
-        BatchError: The job's batch cannot be made or split.
+    A step that cannot be captured raises CaptureError; a batch that cannot be made or split raises BatchError.
     """
     # A second step finds memory as the allocator was left by the first.
     captured = capture(replace(settings, expandable_segments=False))

@@ -99,11 +99,11 @@ class RankOptions:
     world_size: int = 1
     """Number of ranks, which divide the global batch evenly."""
     num_nodes: int = 1
-    """Number of machines among which they are divided."""
+    """Number of machines among which the ranks are divided."""
     parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
-    """Permitted ways; the first is that of the baseline."""
+    """Permitted ways to train on them; the first is that of the baseline."""
     reshard_after_forward: bool | None = None
-    """None lets the plan choose."""
+    """Whether gathered parameters are freed after forward; None lets the plan choose."""
     param_dtype: str | None = None
     """Type to gather parameters in. It changes the mathematics slightly, so no plan chooses it by itself."""
     offload_parameters: bool = False
@@ -199,13 +199,9 @@ class Request:
         return self.global_batch_size // self.ranks.world_size
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Micro-batches to choose from.
+        """Divisors of a rank's part of the global batch, largest first, or the one size that is pinned.
 
-        Returns:
-            Divisors of a rank's part of the global batch, largest first, or the one that is pinned.
-
-        Raises:
-            UsageError: The pinned one is not a divisor.
+        A pinned size that is not a divisor raises UsageError.
         """
         is_whole = self.pins.optimizer_in_backward or self.job.why_not_split is not None
         pinned = self.rank_batch_size if is_whole else self.pins.micro_batch_size
@@ -271,14 +267,14 @@ class Request:
         return parallelism is Parallelism.DDP and not (self.pins.optimizer_in_backward and is_choice)
 
     def _memory_formats(self, parallelism: Parallelism) -> tuple[MemoryFormat | None, ...]:
-        """Those to try: where a choice is left, only those that ranks can take."""
+        """The memory formats to try: where a choice is left, only those that ranks can take."""
         formats = self.permits.memory_formats
         is_sharded = self.ranks.world_size > 1 and parallelism is not Parallelism.DDP
         return formats[:1] if is_sharded else formats
 
     @property
     def may_offload_optimizer(self) -> bool:
-        """Whether a plan may choose the host for it: several ranks of a machine would share its processors."""
+        """Whether a plan may put the optimizer on the host, where several ranks would share its processors."""
         is_apart = (
             self.device.kind == "cuda" and self.ranks.world_size == 1 and not self.pins.optimizer_in_backward
         )
@@ -290,7 +286,7 @@ class Request:
         return self.budget_bytes - self.device.context_bytes
 
     def for_model(self, baseline: Trace) -> Request:
-        """The same request with the choices that matter to the model of the baseline."""
+        """The request with the choices that matter to the model of the baseline."""
         if baseline.convolves_images or len(self.permits.memory_formats) == 1:
             return self
         return replace(self, permits=replace(self.permits, memory_formats=self.permits.memory_formats[:1]))

@@ -51,16 +51,8 @@ TIME_UNCERTAINTY = 0.001
 def search(capture: Capture, request: Request) -> Plan:
     """The fastest plan within the request's budget, or the simplest of those that are as fast.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What is asked and what is pinned.
-
-    Returns:
-        A plan whose prediction is of a capture with the plan applied.
-
-    Raises:
-        InfeasibleError: Nothing permitted fits; the message says by how much, why, and what would.
-        UsageError: The request contradicts itself or the device.
+    The prediction is of a capture with the plan applied. If nothing permitted fits, an InfeasibleError says by
+    how much, why, and what would; a request that contradicts itself or the device raises UsageError.
     """
     for precision in request.permits.precisions:
         request.device.check_precision(precision)
@@ -90,10 +82,11 @@ def _found(candidates: Sequence[CandidateSearch], request: Request) -> list[Esti
 
 
 def _safely_found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
-    """The same where the plan exceeds what it must not as rarely as is permitted; none if nothing does.
+    """The choice of the plan and the others captured, where it exceeds the limit as rarely as is permitted.
 
-    The headroom that a choice needs is known once it is captured, so the limit is lowered until the choice has
-    enough. A simpler choice is sought only below a limit at which the fastest has enough.
+    The list is empty if no choice does. The headroom that a choice needs is known once it is captured, so the
+    limit is lowered until the choice has enough. A simpler choice is sought only below a limit at which the
+    fastest has enough.
     """
     limit_bytes = request.reserved_budget_bytes
     for _ in range(MOST_ROUNDS):
@@ -204,7 +197,7 @@ def _plan(
     found: Sequence[Estimate],
     notes: Sequence[str],
 ) -> Plan:
-    """The plan of the first that was found."""
+    """The plan of the first choice that was found."""
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,

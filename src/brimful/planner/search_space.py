@@ -73,7 +73,7 @@ class SearchSpace:
             return []
 
     def with_offloaded_optimizer(self, candidates: Sequence[CandidateSearch]) -> list[CandidateSearch]:
-        """The same candidates with the optimizer on the host, but for those that fail or have no room there."""
+        """The candidates with the optimizer on the host, but for those that fail or have no room there."""
         bases: dict[Settings, Trace] = {}
         for each in candidates:
             whole = each.settings.with_micro_batch_size(self._request.rank_batch_size)

@@ -39,7 +39,7 @@ class Order(NamedTuple):
     """How simple a choice is: the least comes first."""
 
     optimizer: int
-    """Place among the optimizers that are permitted, the job's own first; so are the next three."""
+    """Place among the optimizers that are permitted, the job's own first; the next three are places too."""
     precision: int
     parallelism: int
     memory_format: int
@@ -67,14 +67,8 @@ def simplest_first(
 ) -> list[Estimate]:
     """The choices found, by time, but the simplest of those that are as fast as the fastest comes first.
 
-    Args:
-        candidates: All that were searched.
-        found: Captures of their fastest choices within the budget, the fastest first; at least one.
-        request: What is permitted, in order of preference.
-        budget_bytes: Reserved bytes.
-
-    Returns:
-        The same, and what was captured besides.
+    `found` are captures of the candidates' fastest choices within `budget_bytes` of reserved memory, the
+    fastest first; at least one. What is captured besides is among the result.
     """
     fastest = found[0]
     most_seconds = fastest.predicted_step_seconds * (1 + SIMPLICITY_FRACTION)
@@ -128,7 +122,7 @@ class _Choice(NamedTuple):
 
     order: Order
     capture: Callable[[], Estimate | None]
-    """Captures it; None if it is not within the budget after all."""
+    """Captures the choice; returns None if it is not within the budget after all."""
 
 
 def _simpler(

@@ -170,19 +170,14 @@ class Extremes(NamedTuple):
     """A step whose sizes are guessed (`Trace.sizes_are_guessed`), with other guesses."""
 
     most: Trace | None
-    """None if no such step can be captured; so is `least`."""
+    """The step with `Guess.MOST`; None if it cannot be captured. `least` likewise."""
     least: Trace | None
 
     @classmethod
     def of(cls, trace: Trace, capture: Callable[[Guess], Trace]) -> Extremes | None:
-        """Capture the extremes if the sizes of a trace are guessed.
+        """Capture the extremes if the sizes of a trace, which has the expected guess, are guessed; else None.
 
-        Args:
-            trace: The step with the expected guess.
-            capture: Captures the same step with another guess.
-
-        Returns:
-            The extremes; None if nothing is guessed.
+        `capture` captures the same step with another guess.
         """
         if not trace.sizes_are_guessed:
             return None
@@ -370,7 +365,7 @@ def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
 
 
 def _of_device(device: Device) -> Iterator[str]:
-    """That the rates of a GPU are derived or vary, and were not measured."""
+    """Note that the rates of a GPU are derived or vary, and were not measured."""
     if device.rates_spread and not device.curves:
         yield (
             f"times, as the rates of {device.name} are derived or vary between machines ({device.confidence} "

@@ -19,8 +19,9 @@ SCALED_SIZES = (2, 3)
 """Micro-batches captured to predict all others. Not 1: some ops treat a dimension of 1 differently."""
 
 ROUGH_SIZES = (5, 7)
-"""The same for `RoughlyScaledTraces`, which distinguish tensors that grow with the micro-batch from weights by
-their size. Primes that do not divide widths of layers: 2 sequences of 512 are as large as a width of 1024."""
+"""Micro-batches that `RoughlyScaledTraces` captures, which distinguishes tensors that grow with the micro-batch
+from weights by their size. Primes that do not divide widths of layers: 2 sequences of 512 are as large as a
+width of 1024."""
 
 MOST_SAMPLES = 2**20
 """The largest micro-batch that a search considers."""
@@ -39,7 +40,7 @@ class _Line:
 
     line: TraceLine | None = None
     multiple: int = 1
-    """Of the two sizes, and so of those that the model is known to accept."""
+    """Factor of the two sizes, and so of those that the model is known to accept."""
     fails: bool = False
     """Whether the step fails at one of the sizes."""
 
@@ -56,9 +57,6 @@ class ScaledTraces:
     sizes only, such as even ones: if it fails at the two sizes and not at the one asked for, the same multiple
     of both serves, by the least divisor of the size asked for at which both run. If the two run different ops,
     or there is no such divisor, each size is captured separately; so is size 1.
-
-    Args:
-        capture: Runs a step on fake tensors.
     """
 
     sizes = SCALED_SIZES
@@ -68,17 +66,10 @@ class ScaledTraces:
         self._lines: dict[Settings, _Line] = {}
 
     def at(self, settings: Settings) -> Trace:
-        """The trace of a step.
+        """The trace of a step with any micro-batch size: a capture, or one scaled from others.
 
-        Args:
-            settings: With any micro-batch size.
-
-        Returns:
-            A capture, or one scaled from others.
-
-        Raises:
-            CaptureError: The step cannot be run on fake tensors.
-            BatchError: The job makes no batch of that size.
+        A step that cannot be run on fake tensors raises CaptureError; a size of which the job makes no batch
+        raises BatchError.
         """
         if settings.micro_batch_size == 1:
             return self._capture(settings)
@@ -122,7 +113,7 @@ class ScaledTraces:
 
 
 class DerivedTraces(ScaledTraces):
-    """The same with fewer captures of steps that recompute units: one at the smaller size.
+    """Traces at any micro-batch size, with one capture of a step that recomputes units: at the smaller size.
 
     What a recomputation runs, the forward ran too, so it grows as ops of the step with everything kept do.
     Where that is ambiguous, the larger size is captured as well. Counts of corrections are those of the smaller
@@ -156,7 +147,7 @@ class DerivedTraces(ScaledTraces):
 
 
 class RoughlyScaledTraces(DerivedTraces):
-    """The same with as few captures as possible, for a caller that captures its final choice itself.
+    """Traces from as few captures as possible, for a caller that captures its final choice itself.
 
     A step of one micro-batch is derived from that of two, and a micro-batch of one sample from larger ones.
     """

@@ -18,7 +18,7 @@ from brimful.devices.data_rows import read_rows
 from brimful.prediction.estimate import Estimate
 
 DEFAULT_PROBABILITY = 0.01
-"""Of exceeding the budget, that a plan may have unless asked otherwise. A choice."""
+"""Probability of exceeding the budget that a plan may have, unless asked otherwise. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,32 +54,14 @@ class ExcessDistribution:
 
 
 def exceedance_probability(estimate: Estimate, kind: Literal["cuda", "cpu"], limit_bytes: int) -> float:
-    """The probability that the peak of a step on its device exceeds a limit.
-
-    Args:
-        estimate: Of the step.
-        kind: Of the device.
-        limit_bytes: A budget or a capacity, CUDA context included.
-
-    Returns:
-        From 0 to 1.
-    """
+    """The probability that the peak of a step on its device exceeds a limit, CUDA context included."""
     distribution, scale_bytes = _of(estimate, kind)
     over_bytes = limit_bytes - estimate.predicted_peak_device_bytes
     return distribution.above(over_bytes / scale_bytes)
 
 
 def bytes_at_probability(estimate: Estimate, kind: Literal["cuda", "cpu"], probability: float) -> int:
-    """The least limit that a step exceeds with at most a probability.
-
-    Args:
-        estimate: Of the step.
-        kind: Of the device.
-        probability: Above 0.
-
-    Returns:
-        Bytes on the device, CUDA context included.
-    """
+    """The least limit, CUDA context included, that a step exceeds with at most a probability above 0."""
     distribution, scale_bytes = _of(estimate, kind)
     excess_bytes = math.ceil(distribution.exceeded_with(probability) * scale_bytes)
     return estimate.predicted_peak_device_bytes + excess_bytes

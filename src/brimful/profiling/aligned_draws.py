@@ -25,7 +25,7 @@ _OF_SIZES = frozenset({aten.rand, aten.randn, aten.randint})
 
 
 class AlignedDraws(EagerDispatchMode):
-    """Within, ops draw the same random numbers for `samples` samples as in the whole batch.
+    """Dispatch mode in which ops draw the same random numbers for `samples` samples as in the whole batch.
 
     Args:
         begin: Index in the batch of the first sample of this part.
@@ -96,10 +96,9 @@ class AlignedDraws(EagerDispatchMode):
 
 
 class DrawWatch(EagerDispatchMode):
-    """Within, it is noticed whether anything draws random numbers, from whichever generator.
+    """Dispatch mode that notices whether anything draws random numbers, from whichever generator.
 
-    Args:
-        device: Whose generator counts beside those of the host.
+    The generator of `device` counts beside those of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,7 +115,6 @@ class DrawWatch(EagerDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op as it is."""
         kwargs = kwargs or {}
         self._has_own_generator = self._has_own_generator or kwargs.get("generator") is not None
         return func(*args, **kwargs)

@@ -21,13 +21,9 @@ CACHE_VERSION = 5
 
 
 def cache_directory() -> Path:
-    """Where all measurements of this machine are kept.
+    """Directory of all cached measurements: `$XDG_CACHE_HOME/brimful`, else `~/.cache/brimful`.
 
-    Returns:
-        `$XDG_CACHE_HOME/brimful`, else `~/.cache/brimful`; it need not exist yet.
-
-    Raises:
-        RuntimeError: There is no home directory.
+    It need not exist yet. Raises `RuntimeError` if there is no home directory.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "brimful"
@@ -40,17 +36,10 @@ Record = TypeVar("Record", bound="DataclassInstance")
 
 
 def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, Record]:
-    """Measurements kept earlier; none if the file is missing or of another version.
+    """Cached measurements by the key they were kept with; none if the file is missing or of another version.
 
-    What is damaged or altered is a warning, and is not used.
-
-    Args:
-        file_name: In the cache directory.
-        section: The document's part that holds them.
-        record: What an entry is.
-
-    Returns:
-        The records, each under the key it was kept with.
+    `file_name` is in the cache directory; `section` is the document's part that holds the entries. Damaged or
+    altered entries are not used, and a warning names the first.
     """
     try:
         path = cache_directory() / file_name
@@ -80,15 +69,11 @@ def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, R
 
 
 def keep(file_name: str, section: str, key: str, entry: Record, *, what: str, most: int | None = None) -> None:
-    """Keep a measurement for later beside the others; where the file cannot be written, that is a warning.
+    """Keep a measurement beside the others in the cache; a file that cannot be written is a warning.
 
-    Args:
-        file_name: In the cache directory; is replaced as a whole.
-        section: The document's part that holds it.
-        key: Names what the measurement is valid for.
-        entry: The measurement.
-        what: Names it in the warning.
-        most: Entries to keep, the latest; None keeps all.
+    The file, in the cache directory, is replaced as a whole. `section` is the document's part that holds the
+    entries, `key` names what the measurement is valid for, and `what` names it in the warning. Of all entries
+    the latest `most` are kept; None keeps all.
     """
     try:
         folder = cache_directory()
@@ -129,7 +114,10 @@ def _digest(key: str, values: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process keeps something, which would be lost; go on where there are no such locks."""
+    """Lock the cache directory, as what another process writes to it meanwhile would be lost.
+
+    Nothing is locked on systems or file systems without such locks.
+    """
     try:
         import fcntl
     except ImportError:  # Windows

@@ -35,11 +35,11 @@ THOROUGH_SWEEPS = 3
 """How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow
 seconds."""
 QUICK_SWEEPS = 1
-"""The same where a prediction for "cpu" finds nothing kept and must not take long."""
+"""Number of sweeps where a prediction for "cpu" finds no cached measurement and must not take long."""
 _BUSY_FRACTION = 0.1
-"""A choice."""
+"""A machine was busy if other work disturbed more than this fraction of all sizes. A choice."""
 _BUSY_FOR_SECONDS = 3600.0
-"""After which what was measured on a busy machine is measured again, as it may be quiet by then: a choice."""
+"""Age from which a measurement of a busy machine is repeated, as it may be quiet by then: a choice."""
 
 MEASURED = "measured on this machine"
 
@@ -58,13 +58,13 @@ class Calibration:
     bf16_flops_per_second: _Rate
     memory_bandwidth_bytes_per_second: _Rate
     launch_seconds: _OpSeconds
-    """One small elementwise op."""
+    """Time of one small elementwise op."""
     to_device_bytes_per_second: _Rate | None
-    """From pinned memory; None on a CPU."""
+    """Rate from pinned memory; None on a CPU."""
     to_host_bytes_per_second: _Rate | None
     host_update_bytes_per_second: _Rate | None = None
-    """At which the host reads and writes memory in AdamW's update; None on a CPU, or where an earlier version
-    measured."""
+    """Rate at which the host reads and writes memory in AdamW's update; None on a CPU, or where an earlier
+    version measured."""
     dispatch: Dispatch
     curves: Annotated[tuple[RateCurve, ...], Meta(min_length=1)]
     sweeps: PositiveInt
@@ -127,19 +127,14 @@ class Calibration:
 def calibrate_cpu(
     *, remeasure: bool = False, sweeps: int = QUICK_SWEEPS, progress: Progress | None = None
 ) -> Device:
-    """This machine's CPU with measured rates.
+    """This machine's CPU: `find_device("cpu")` with measured rates.
 
     The measurement takes about six seconds, two more for each further sweep, and half a minute if other work
     slows it. It is cached in the user's cache directory, by CPU model, torch version and number of threads. If
     the cache cannot be read, the CPU is measured again; if it cannot be written, there is a warning.
 
-    Args:
-        remeasure: Measure even if there is a cached measurement.
-        sweeps: Number of sweeps over all kinds of work; a cached measurement with fewer is repeated.
-        progress: Called with the name of each measurement before it starts.
-
-    Returns:
-        `find_device("cpu")` with measured rates, and "measured on this machine" as source.
+    A cached measurement of fewer than `sweeps` sweeps over all kinds of work is repeated, and any if
+    `remeasure`.
     """
     cpu = find_device("cpu")
     return _calibrated(cpu, torch.device("cpu"), remeasure=remeasure, sweeps=sweeps, progress=progress)
@@ -153,30 +148,15 @@ def calibrate_gpu(
     sweeps: int = THOROUGH_SWEEPS,
     progress: Progress | None = None,
 ) -> Device:
-    """A GPU of this machine with measured rates, cached like those of the CPU.
+    """A GPU of this machine with measured rates, cached as `calibrate_cpu` caches those of the CPU.
 
-    Args:
-        device: The GPU from the hardware table.
-        where: The same GPU as a torch device.
-        remeasure: Measure even if there is a cached measurement.
-        sweeps: Number of sweeps over all kinds of work; a cached measurement with fewer is repeated.
-        progress: Called with the name of each measurement before it starts.
-
-    Returns:
-        The device with measured rates.
+    `where` is the torch device that `device` describes.
     """
     return _calibrated(device, where, remeasure=remeasure, sweeps=sweeps, progress=progress)
 
 
 def with_kept_calibration(device: Device) -> Device:
-    """The device with its cached measurements on this machine, if there are any.
-
-    Args:
-        device: A GPU of the table or the CPU.
-
-    Returns:
-        The device; unchanged if nothing is cached, as this function measures nothing.
-    """
+    """The device with its cached measurements on this machine; unchanged if nothing is cached."""
     kept = kept_calibration(device)
     return device if kept is None else kept.applied_to(device)
 
@@ -196,14 +176,8 @@ def measure_device(
 ) -> Calibration:
     """Measure all kinds of work on a torch device, then what is around them.
 
-    Args:
-        device: The row that `where` belongs to.
-        where: A CPU or CUDA device of this machine.
-        sweeps: How often all kinds are gone through.
-        progress: Called with what is measured next.
-
-    Returns:
-        Typical times, of runs that no other program disturbed where there were any.
+    `device` is the record of `where`. Times are typical ones, of runs that no other program disturbed where
+    there were any.
     """
     tell = progress or (lambda _what: None)
     if where.type == "cpu":
@@ -240,7 +214,7 @@ def measure_device(
 
 
 def cache_path(device_kind: str = "cpu") -> Path:
-    """Where measurements of CPUs are kept, or of GPUs, in `cache_directory`."""
+    """Path of the file in `cache_directory` that keeps the measurements of CPUs, or of GPUs."""
     return cache_directory() / _CACHES[device_kind][0]
 
 

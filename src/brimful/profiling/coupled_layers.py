@@ -50,34 +50,17 @@ def batch_norms(model: nn.Module) -> tuple[str, ...]:
 def what_split_changes(job: Job, settings: Settings, model: nn.Module, part: Batch) -> Iterator[str]:
     """What splitting the batch changes in layers that depend on the micro-batch, found by one forward pass.
 
-    Args:
-        job: Its loss is computed.
-        settings: Of a split batch.
-        model: In training mode; its buffers and all generators are left as they were.
-        part: A few samples.
-
-    Yields:
-        Clauses; none where no layer depends on the micro-batch.
-
-    Raises:
-        Exception: Whatever the loss raises.
+    Yields clauses; none where no layer depends on the micro-batch. `part` has a few samples. The model is in
+    training mode; its buffers and all generators are left as they were. An error of the loss is raised.
     """
     yield from what_splitting_changes(batch_norms(model), carried_state(job, model, part), settings)
 
 
 def carried_state(job: Job, model: nn.Module, part: Batch) -> tuple[str, ...]:
-    """What a forward changes and the next one finds, by name, as `Trace.stateful_modules`.
+    """Names of what one forward changes and the next one reads, as `Trace.stateful_modules` has them.
 
-    Args:
-        job: Its loss is computed.
-        model: In training mode; it and all generators are left as they were.
-        part: A few samples.
-
-    Returns:
-        Names; BatchNorm's running statistics are not among them.
-
-    Raises:
-        Exception: Whatever the loss raises.
+    BatchNorm's running statistics are not among them. `part` has a few samples. The model is in training mode;
+    it and all generators are left as they were. An error of the loss is raised.
     """
     device = device_of(model)
     random_state, carried = RandomState.now(device), CarriedState(model, loss_parts(job))
@@ -97,15 +80,9 @@ def carried_state(job: Job, model: nn.Module, part: Batch) -> tuple[str, ...]:
 
 @contextmanager
 def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = None) -> Iterator[None]:
-    """Within, forwards may write to what they like; afterwards everything holds what it did.
+    """Restore, on exit, everything that forwards inside the context have written to.
 
-    Args:
-        job: Computes the loss.
-        model: Any.
-        carried: Receives each op.
-
-    Raises:
-        PartialUpdateError: Memory ran out twice while restoring.
+    `carried` receives each op. Raises `PartialUpdateError` if memory runs out twice while restoring.
     """
     buffers, held, writes = (
         BufferSnapshot(model, buffers_only=True),
@@ -132,10 +109,9 @@ def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = N
 
 
 class _KeptStorages(EagerDispatchMode):
-    """Within, what is there already is copied to the host before an op writes to it.
+    """Dispatch mode that copies an existing storage to the host before an op writes to it.
 
-    Args:
-        carried: Receives each op.
+    `carried` receives each op.
     """
 
     def __init__(self, carried: CarriedState | None) -> None:
@@ -147,7 +123,6 @@ class _KeptStorages(EagerDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op."""
         kwargs = kwargs or {}
         if any(map(calls_ops_on_parts, types)):
             return NotImplemented  # the ops on the parts come here again
@@ -165,7 +140,7 @@ class _KeptStorages(EagerDispatchMode):
         return out
 
     def restore(self) -> None:
-        """Write back what was copied."""
+        """Write the copies back to their storages."""
         for storage, values in self._kept.values():
             storage.copy_(values)
         self._kept.clear()
@@ -183,7 +158,7 @@ class _KeptStorages(EagerDispatchMode):
 def without_gradients_if_it_can(
     model: nn.Module, compute: Callable[[], Result]
 ) -> Iterator[Callable[[], Result]]:
-    """Yields a function that computes without gradients, or with them where the loss needs some itself."""
+    """Yield a function that computes without gradients, or with them where the loss itself needs some."""
 
     def computed() -> Result:
         try:
@@ -201,7 +176,7 @@ def without_gradients_if_it_can(
 
 @contextmanager
 def restoring_gradients(model: nn.Module) -> Iterator[None]:
-    """Within, parameters have no gradients; afterwards those that they had before."""
+    """Remove the gradients of all parameters; on exit, restore them."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _gradient in before:
         parameter.grad = None

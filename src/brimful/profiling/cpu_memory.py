@@ -46,8 +46,8 @@ class CpuPeak:
     seen where a block from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     read_from_before: Mapping[int, int] = field(default_factory=dict)
-    """By address: bytes of storages that ops were given and that were there before. Of a storage of which ops
-    were given parts only, the largest part counts."""
+    """Bytes, by address, of storages that ops were given and that were there before. Where ops were given only
+    parts of a storage, the largest part counts."""
 
     made: Set[int] = frozenset()
     """Addresses at which the recorded code allocated."""
@@ -95,7 +95,7 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Within, the profiler logs nothing, unless the user has asked for its log."""
+    """Silence the profiler's log, unless the user has asked for it."""
     is_ours = "KINETO_LOG_LEVEL" not in os.environ
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     try:
@@ -107,7 +107,7 @@ def _quiet_profiler() -> Iterator[None]:
 
 @contextmanager
 def _all_threads_counted() -> Iterator[None]:
-    """Within, the allocator counts what any thread allocates and releases, not the profiled one alone."""
+    """Make the allocator count what any thread allocates and releases, not the profiled one alone."""
     flag = _count_flag()
     if flag is None:
         yield

@@ -25,7 +25,8 @@ from brimful.profiling.cache import keep, read_kept
 CACHE_FILE = "cuda_contexts.json"
 
 _READING_SECONDS_AT_MOST = 300
-"""To load torch's CUDA libraries from a cold disk can take a minute; assumed, not measured."""
+"""Limit of the reading: loading torch's CUDA libraries from a cold disk can take a minute; assumed, not
+measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,12 @@ class KeptContext:
     measured_at_seconds: PositiveFloat
     """Since the epoch."""
     context_bytes: PositiveInt
-    """After a small training step, which loads cuBLAS, cuDNN and its own kernels."""
+    """Size after a small training step, which loads cuBLAS, cuDNN and its own kernels."""
     low_bytes: PositiveInt
-    """Right after the context was created."""
+    """Size right after the context was created."""
     high_bytes: PositiveInt
-    """With kernels of other ops: as much again as the small training step loaded; assumed, not measured."""
+    """Size with kernels of other ops: as much again as the small training step loaded; assumed, not
+    measured."""
 
     def __post_init__(self) -> None:
         if not self.low_bytes <= self.context_bytes <= self.high_bytes:
@@ -55,7 +57,7 @@ class KeptContext:
 
     @property
     def context(self) -> CudaContext:
-        """Without what it is valid for, which its source says."""
+        """The measured context; its source says what the measurement is valid for."""
         return CudaContext(
             context_bytes=self.context_bytes,
             low_bytes=self.low_bytes,
@@ -67,20 +69,14 @@ class KeptContext:
 
 
 def measure_context(device: torch.device | str | None = None) -> CudaContext:
-    """Measure what a CUDA context takes on a GPU of this machine, and keep it in the user's cache directory.
+    """Measure the memory of a CUDA context on a GPU of this machine, and keep it in the user's cache directory.
 
     Takes some seconds. Where the driver does not list the measuring process, as in a container, other programs'
-    use of the GPU must not change meanwhile.
+    use of the GPU must not change meanwhile. `device` is the current CUDA device if not given.
 
-    Args:
-        device: A CUDA device of this machine; the current one if not given.
-
-    Returns:
-        Its size after a small training step. The interval reaches from the context without any op to as much
-        again for kernels of other ops as the small step loaded.
-
-    Raises:
-        UsageError: There is no such GPU here, or it cannot be measured; says why.
+    The size is that after a small training step. The interval reaches from the context without any op to as
+    much again for kernels of other ops as the small step loaded. Raises `UsageError`, which says why, if there
+    is no such GPU here or it cannot be measured.
     """
     device = _cuda_device(device)
     properties = torch.cuda.get_device_properties(device)
@@ -101,14 +97,10 @@ def measure_context(device: torch.device | str | None = None) -> CudaContext:
 
 
 def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext | None:
-    """The latest measurement kept for a GPU, with any driver.
+    """The latest measurement cached for a GPU, with any driver; None if there is none.
 
-    Args:
-        gpu_name: As the driver or `devices.find_device` names it.
-        torch_version: Measurements with this minor release only, such as "2.13.0"; with any if not given.
-
-    Returns:
-        The measurement; None if there is none.
+    `gpu_name` is the name of the driver or of `devices.find_device`. With a `torch_version`, such as "2.13.0",
+    only measurements with this minor release count.
     """
     matching = [
         kept
@@ -122,15 +114,9 @@ def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext
 def best_context(device: Device, torch_version: str | None = None) -> CudaContext:
     """The best available figures for the CUDA context on `device`.
 
-    Args:
-        device: A GPU, which need not be in this machine, or the CPU.
-        torch_version: The version of torch to use there; None means that of this process.
-
-    Returns:
-        A cached measurement for this GPU and minor release of torch, else the published figures.
-
-    Raises:
-        UsageError: `torch_version` is not a version.
+    These are a cached measurement for this GPU and minor release of torch, else the published figures. The GPU
+    need not be in this machine. `torch_version` is that of this process if not given; `UsageError` is raised if
+    it is not a version.
     """
     version = torch.__version__ if torch_version is None else torch_version
     published = cuda_context(device, version)
@@ -251,7 +237,7 @@ def _make_context(device: torch.device) -> None:
 
 
 def _train_a_little(device: torch.device) -> None:
-    """Two tiny training steps, in float32 and with autocast, so that libraries and kernels are loaded."""
+    """Run two tiny training steps, in float32 and with autocast, so that libraries and kernels are loaded."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3),
         nn.BatchNorm2d(8),
@@ -278,5 +264,5 @@ def _table_name(gpu_name: str, capacity_bytes: int) -> str:
 
 
 def _minor_release(torch_version: str) -> tuple[str, ...]:
-    """("2", "13") of "2.13.0+cu130"."""
+    """The major and minor version of a release: ("2", "13") for "2.13.0+cu130"."""
     return tuple(torch_version.split(".")[:2])

@@ -46,14 +46,10 @@ def record_cuda_memory(device: torch.device) -> Iterator[CudaPeak]:
 
 
 def process_device_bytes(device: torch.device) -> int | None:
-    """Bytes of device memory that this process holds, as nvidia-smi shows.
+    """Bytes of a CUDA device's memory that this process holds, as nvidia-smi shows; None if not known.
 
-    Args:
-        device: A CUDA device.
-
-    Returns:
-        What NVML lists for this process. In a container it lists none or a process number of the host's: then,
-        if at most one process is listed, all used memory of the device. None if neither is known.
+    In a container NVML lists no process for this one, or one by its number on the host. Then, if at most one
+    process is listed, all used memory of the device counts.
     """
     try:
         import pynvml

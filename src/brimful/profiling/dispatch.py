@@ -24,15 +24,15 @@ _WIDTH, _HEADS, _TOKENS, _SAMPLES = 32, 2, 8, 2
 """So small that nearly all of the time is not work."""
 
 _TIME_STEPS = 64
-"""Of a recurrent layer."""
+"""Time steps of the timed recurrent layer."""
 
 _ROUNDS = 25
 
 _WRITTEN_OUT_OPS = 17
-"""Of a `_WrittenOutBlock`, without views: 4 products, 8 of GELU, 2 norms, 2 sums and attention."""
+"""Ops of a `_WrittenOutBlock`, without views: 4 products, 8 of GELU, 2 norms, 2 sums and attention."""
 
 _SAVED = ("addmm#0", "addmm#2")
-"""Of a block's results: every second product, as torchtitan's selective checkpointing saves."""
+"""Saved results of a block: every second product, as torchtitan's selective checkpointing saves."""
 
 
 class _Block(nn.Module):
@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
 
 class _WrittenOutGELU(nn.Module):
-    """As transformers writes it for GPT-2, in eight ops."""
+    """GELU as transformers writes it for GPT-2, in eight ops."""
 
     def forward(self, x: Tensor) -> Tensor:
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
@@ -67,7 +67,7 @@ class _WrittenOutGELU(nn.Module):
 
 
 class _WrittenOutBlock(_Block):
-    """The same block with as many views an op as blocks of transformers have (1.1; those have 0.8 to 1.3).
+    """A `_Block` with as many views per op as blocks of transformers have: 1.1, where those have 0.8 to 1.3.
 
     Dispatch modes see views too, and a trace does not have them. `_Block` has 1.8.
     """
@@ -80,12 +80,8 @@ class _WrittenOutBlock(_Block):
 def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
     """Host seconds per op by phase, and per recomputed region.
 
-    Args:
-        device: With its curves and launch, which price the work of the ops.
-        where: The torch device that it is.
-
-    Returns:
-        Typical of several steps, less the ops' work, per op; each at least a launch.
+    `device` is the record of `where`; its curves and launch price the work of the ops. Times per op are typical
+    ones of several steps, less the ops' work, and at least a launch.
     """
     model = nn.Sequential(*(_Block() for _ in range(_BLOCKS))).to(where)
     x = torch.randn(_SAMPLES, _TOKENS, _WIDTH, device=where)
@@ -130,7 +126,7 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
 
 
 def _native_loop_seconds(device: Device, roofline: Roofline) -> float:
-    """Per op of a recurrent layer's loop on a CPU, forward and backward, less the ops' work."""
+    """Host seconds per op of a recurrent layer's loop on a CPU, forward and backward, less the ops' work."""
     layer = nn.RNN(_WIDTH, _WIDTH)
     x = torch.randn(_TIME_STEPS, 1, _WIDTH)
     job = Job(
@@ -170,9 +166,9 @@ def _phase_seconds(
 
 
 def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[float, float]:
-    """What a region takes beyond running its ops again, and what keeping the random states adds to it.
+    """Seconds that a region takes beyond running its ops again, and that keeping the random states adds.
 
-    (step with every block recomputed − plain step − forward without gradients) / blocks.
+    (step with every block recomputed − plain step − forward) / blocks.
     """
 
     def step(stashes_rng: bool | None) -> None:
@@ -207,7 +203,7 @@ def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[f
 
 
 def _selective_seconds(where: torch.device) -> tuple[float, float]:
-    """What an op of a block takes more with some results saved than recomputed wholly: forward, backward."""
+    """Seconds that an op takes more with some results saved than recomputed wholly: forward, backward."""
     blocks = [_WrittenOutBlock().to(where) for _ in range(_BLOCKS)]
     x = torch.randn(_SAMPLES, _TOKENS, _WIDTH, device=where)
     units = [UnitAction(fqn=str(number), action=Action.SAVE, saved=_SAVED) for number in range(_BLOCKS)]

@@ -42,11 +42,11 @@ _NUMBER = "the number"
 _STEPS = 2
 """Steps that are compared: what the first wrote beside gradients shows in the second."""
 _MOVED = 0.01
-"""By which fraction trainable parameters move between them, at random. A choice: by the same in all that is
+"""Fraction by which trainable parameters move at random between the steps. A choice: by the same in all that is
 compared, so that it shows whether what follows them followed alike."""
 _UNSTEADY = 4
-"""By how much more than two runs of the baseline, and than one rounding, two runs of a step may differ whose
-kernels add in any order. A choice: on an H100 they differed by 1.02 roundings of bf16."""
+"""Factor by which two runs of a step whose kernels add in any order may differ more than two runs of the
+baseline do, and than one rounding. A choice: on an H100 they differed by 1.02 roundings of bf16."""
 _OTHER_DEVICE_SAMPLES = 2
 """Samples per micro-batch on a device that replaces the plan's, which may be much slower, or where plain
 training may not fit."""
@@ -97,23 +97,12 @@ def verify(
 def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> EquivalenceReport:
     """Compare a few samples under a plan with the baseline, with a model that is about to be trained.
 
-    It uses two micro-batches of two samples each. In addition to the model it needs memory for a copy of it and
-    its gradients, which is less than the gradients and state that AdamW will need; twice that where a memory
-    format is compared, in float64.
+    Two micro-batches of two samples each are used. In addition to the model this needs memory for a copy of it
+    and its gradients, which is less than the gradients and state that AdamW will need; twice that where a
+    memory format is compared, in float64.
 
-    Args:
-        job: The job; its loss and batch are used.
-        settings: Settings of the plan, not yet applied to the model.
-        model: In training mode, on its device; neither it nor random generators are changed.
-        seed: Seeds the batch and dropout.
-
-    Returns:
-        The comparisons.
-
-    Raises:
-        BatchError: The job's batch cannot be made or split.
-        LossError: The loss is not a scalar tensor or has no gradient.
-        EquivalenceError: The step cannot run as planned; see `verify`.
+    The model is in training mode, on its device, and `settings` are not yet applied to it. Neither it nor
+    random generators are changed. Raises `BatchError`, `LossError` and `EquivalenceError` as `verify` does.
     """
     device = device_of(model)
     try:
@@ -140,7 +129,7 @@ def _with_few_samples(settings: Settings) -> Settings:
 def _verified(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> EquivalenceReport:
-    """The report for `settings`, which may be those planned with fewer samples."""
+    """The report for `settings`, which may be the planned settings with fewer samples."""
     batches = [make_batch(job, settings.rank_batch_size) for _ in range(_STEPS)]
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     few = layout.split(batches[0], settings.micro_batch_size)[0]
@@ -205,13 +194,10 @@ def _compared(
 
 @contextmanager
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
-    """Within, CUDA ops run kernels that add in a fixed order, where there are any.
+    """Run CUDA ops with kernels that add in a fixed order, where such kernels exist.
 
     Without them two equal steps differ in the last digits: on an H100, gradients of a Llama under bf16 by as
     much as one rounding of their largest entry. Nothing changes on other devices.
-
-    Args:
-        device: Where the ops run.
 
     Source: torch.use_deterministic_algorithms, which lists the ops.
     """
@@ -243,13 +229,13 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Results of one step, by name, on the CPU."""
+    """Results of the compared steps, by name, on the CPU."""
 
     values: Mapping[str, Tensor]
     draws: bool
     """Whether random numbers were drawn."""
     stateful: tuple[str, ...]
-    """What a forward changes and the next one finds."""
+    """Names of what one forward changes and the next one reads."""
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
@@ -393,7 +379,7 @@ def _computed(
 
 
 def _move(model: nn.Module) -> None:
-    """Change trainable parameters, by the same each time that this is called."""
+    """Change trainable parameters, by the same factors in each call."""
     generator = random.Random(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -446,7 +432,10 @@ def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str
 def _comparison(
     name: str, computed: _Computed, other: _Computed, *, bound: float, has_floor: bool = False
 ) -> Comparison:
-    """With `has_floor`, buffers too count as if their largest entry were at least the smallest that matters."""
+    """Compare two computations by name and value.
+
+    With `has_floor`, buffers too count as if their largest entry were at least the smallest that matters.
+    """
     expected, found = computed.values, other.values
     if expected.keys() != found.keys():
         where = sorted(expected.keys() ^ found.keys())[0]
@@ -474,7 +463,7 @@ def _comparison(
 
 
 def _smallest(values: Mapping[str, Tensor], part: str) -> float:
-    """Gradients, or buffers, are compared as if their largest entry were at least this.
+    """The least value that counts as the largest entry of a gradient, or of a buffer.
 
     What is within `ROUNDINGS` of it is within one rounding of the largest gradient of all. The gradient of a
     bias of attention's keys is nothing but rounding: the softmax does not depend on it.

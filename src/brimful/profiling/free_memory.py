@@ -22,7 +22,7 @@ from brimful.quantities import format_bytes
 from brimful.wrapper_tensors import inner_tensors
 
 WORTH_SAYING_FRACTION = 0.01
-"""Of a GPU's memory: what others hold below this is counted and not reported. A choice."""
+"""Fraction of a GPU's memory: what others hold below this is counted and not reported. A choice."""
 _LISTED_HOLDERS = 4
 _HOST_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the namespace in which process numbers are the host's. Source: Linux, include/linux/proc_ns.h,
@@ -93,15 +93,10 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
-    """The memory of a GPU that this process may have now.
+    """The memory of a GPU of this machine that this process may have now, and who holds the rest.
 
-    Args:
-        device: A CUDA device of this machine.
-        job: Parameters and buffers of its model may be on the GPU already, as training uses them.
-
-    Returns:
-        What is available, and who holds the rest. Without NVML the holders are not known, and asking torch
-        creates a CUDA context.
+    Parameters and buffers of the job's model may be on the GPU already, as training uses them. Without NVML the
+    holders are not known, and asking torch creates a CUDA context.
     """
     properties = torch.cuda.get_device_properties(device)
     own_tensor_bytes = max(torch.cuda.memory_allocated(device) - _model_bytes(job, device), 0)
@@ -124,15 +119,10 @@ def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
 
 
 def memory_here(job: Job, device: object, *, ranks_of_machine: int = 1) -> DeviceMemory | None:
-    """The memory of the GPU of this machine that a device means.
+    """The memory of the GPU of this machine that a device means; None if it means none.
 
-    Args:
-        job: What is to be trained.
-        device: As the user named it.
-        ranks_of_machine: Ranks that train on this machine, each on its own GPU.
-
-    Returns:
-        The GPU of those with the least available memory; None if the device is not a GPU of this machine.
+    If `ranks_of_machine` ranks train on this machine, each on its own GPU, it is the memory of the one of these
+    GPUs with the least available.
     """
     if not is_of_this_machine(device):
         return None
@@ -145,14 +135,9 @@ def memory_here(job: Job, device: object, *, ranks_of_machine: int = 1) -> Devic
 
 
 def memory_notes(memory: DeviceMemory | None, budget_bytes: int) -> list[str]:
-    """The notes of a plan on the memory that others hold.
+    """Notes of a plan on the memory that others hold: one where it is worth saying, else none.
 
-    Args:
-        memory: Of the GPU; None for a GPU elsewhere.
-        budget_bytes: The plan's.
-
-    Returns:
-        One note where it is worth saying; the budget may be the user's, and more than is free now.
+    `memory` is None for a GPU elsewhere. The budget may be the user's, and more than is free now.
     """
     if memory is None or not memory.is_worth_saying:
         return []
@@ -166,7 +151,7 @@ def memory_notes(memory: DeviceMemory | None, budget_bytes: int) -> list[str]:
 
 @contextmanager
 def explains_memory(memory: DeviceMemory | None) -> Iterator[None]:
-    """Adds to an error that nothing fits who holds the memory of the GPU."""
+    """Add to an `InfeasibleError` who holds the memory of the GPU."""
     try:
         yield
     except InfeasibleError as error:
@@ -184,7 +169,7 @@ class _Usage:
 
 
 def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
-    """What NVML knows; None if it does not know the memory, as where CPU and GPU share it."""
+    """Memory and processes of a GPU by NVML; None if it reports no memory, as where CPU and GPU share it."""
     nvml, handle = gpu
     try:
         # Version 2 excludes what the driver reserves for itself.
@@ -210,11 +195,7 @@ def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
 def has_own_process_numbers(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
     """Whether processes have other numbers here than on the host, as in a container.
 
-    Args:
-        namespace: Link to the namespace of process numbers of this process.
-
-    Returns:
-        False also where the system has no such namespaces, or does not report them.
+    False also where the system has no such namespaces, or does not report them.
     """
     with suppress(OSError):
         return str(namespace.readlink()) != f"pid:[{_HOST_PID_NAMESPACE}]"
@@ -227,7 +208,7 @@ def _reserved_and_context_bytes(device: torch.device) -> int:
 
 
 def _processes(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:
-    """Processes that compute or draw, with their bytes."""
+    """Processes that compute or draw on a GPU, with their bytes; None where the driver does not know."""
     nvml, handle = gpu
     found: dict[int, int | None] = {}
     for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):

@@ -14,16 +14,9 @@ from brimful.profiling.nvml import NvmlGpu, opened_nvml
 
 
 def read_properties(device: torch.device) -> GpuProperties:
-    """What torch and the driver report of a GPU.
+    """What torch and the driver report of a CUDA device of this machine; creates no CUDA context.
 
-    Args:
-        device: A CUDA device of this machine.
-
-    Returns:
-        Its properties; creates no CUDA context.
-
-    Raises:
-        UsageError: It is a GPU of AMD.
+    Raises `UsageError` for a GPU of AMD.
     """
     reported = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:

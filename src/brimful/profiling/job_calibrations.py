@@ -21,7 +21,7 @@ from brimful.results import JobCalibration
 from brimful.settings import Precision, Settings
 
 FILE = "job_calibrations.json"
-"""In the user's cache directory."""
+"""Name of the file in the user's cache directory."""
 _SECTION = "jobs"
 
 MOST_JOBS = 256
@@ -48,17 +48,7 @@ class JobKind:
 
     @classmethod
     def of(cls, job: Job, device: Device, settings: Settings, *, parameter_count: int) -> JobKind:
-        """The kind of a job under some settings.
-
-        Args:
-            job: The job.
-            device: The device of this machine, with its rates.
-            settings: Have the precision, the optimizer and the number of ranks.
-            parameter_count: Number of parameters of the model.
-
-        Returns:
-            The kind.
-        """
+        """The kind of a job under some settings, on a device of this machine with its rates."""
         return cls(
             device=device,
             job=job.name,
@@ -85,15 +75,9 @@ class JobKind:
 
 
 def kept_job_calibration(kind: JobKind) -> JobCalibration | None:
-    """What training measured of a kind of job on a device of this machine.
+    """What training measured of a kind of job; None if nothing is kept for these predictions.
 
     A file that cannot be read is a warning, and is not used.
-
-    Args:
-        kind: The kind of job.
-
-    Returns:
-        The factors; None if there are none for these predictions.
     """
     return read_kept(FILE, _SECTION, JobCalibration).get(kind.key)
 
@@ -107,10 +91,6 @@ def keep_job_calibration(kind: JobKind, calibration: JobCalibration) -> None:
     """Keep what training measured, in place of what was kept of the same kind of job.
 
     Where nothing can be written, that is a warning.
-
-    Args:
-        kind: The kind of job.
-        calibration: What was measured.
     """
     keep(FILE, _SECTION, kind.key, calibration, what="factors of predictions", most=MOST_JOBS)
 

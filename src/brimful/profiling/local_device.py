@@ -11,42 +11,28 @@ from brimful.profiling.gpu_properties import read_properties
 
 
 def device_record(device: torch.device) -> Device:
-    """What is known of a device of this machine.
+    """The record of a CPU or CUDA device of this machine, with what was measured of it here.
 
-    Args:
-        device: A CPU, which is measured once and kept, or a CUDA device.
-
-    Returns:
-        Its row of the table, or what follows from the properties of a GPU that is not in the table, with what
-        was measured of it on this machine and kept.
-
-    Raises:
-        UsageError: The GPU is not in the table and too little is known of it, or it is a GPU of AMD.
+    A CPU is measured once and cached. A GPU has its row of the table, or what follows from its properties if it
+    is not in the table, with its cached measurements. Raises `UsageError` if too little is known of a GPU that
+    is not in the table, or it is a GPU of AMD.
     """
     return calibrate_cpu() if device.type == "cpu" else with_kept_calibration(local_gpu(device))
 
 
 def local_gpu(device: torch.device) -> Device:
-    """A GPU of this machine, without its kept calibration.
+    """The record of a CUDA device of this machine, without its cached calibration.
 
-    Args:
-        device: A CUDA device.
-
-    Returns:
-        As `device_record`, with the best known size of its context.
+    It has the best known size of the context. Raises `UsageError` as `device_record` does.
     """
     row = device_with_properties(read_properties(device))
     return with_context(row, best_context(row))
 
 
 def local_gpu_named(name: str) -> torch.device | None:
-    """The GPU of this machine that `local_gpu` names so; None if there is none.
+    """The first GPU of this machine that the driver calls `name`; None if there is none.
 
-    Args:
-        name: A GPU's name that the table does not have, as in the file of a plan.
-
-    Returns:
-        The first such device.
+    The name is one that the table does not have, as in the file of a plan.
     """
     if torch.version.hip is None and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):

@@ -85,17 +85,9 @@ def measure_step(
 
 
 def repeated_step(executor: StepExecutor, batch: Batch) -> Callable[[], StepOutcome]:
-    """One optimizer step on one global batch, to be run again and again.
+    """A function that runs one optimizer step, on the same global batch in each call.
 
-    Args:
-        executor: Runs it.
-        batch: On the host.
-
-    Returns:
-        Runs the step.
-
-    Raises:
-        BatchError: The batch cannot be split.
+    The batch is on the host. Raises `BatchError` if it cannot be split.
     """
     job, settings = executor.job, executor.settings
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)

@@ -19,14 +19,7 @@ class NvmlGpu(NamedTuple):
 
 @contextmanager
 def opened_nvml(device: torch.device) -> Iterator[NvmlGpu | None]:
-    """NVML with the handle of a GPU.
-
-    Args:
-        device: A CUDA device of this machine.
-
-    Yields:
-        The module and the handle; None without NVML, or if NVML does not know this GPU.
-    """
+    """Yield NVML with the handle of a CUDA device; None without NVML, or if NVML does not know this GPU."""
     try:
         import pynvml
     except ImportError:

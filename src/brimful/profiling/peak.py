@@ -35,7 +35,7 @@ class PeakMemory:
 
 
 def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
-    """The highest of two peaks in each of their fields."""
+    """The larger of two peaks in each field; the temporaries are those of the larger allocated peak."""
     if one is None:
         return other
     larger = max(one, other, key=lambda peak: peak.allocated_bytes)
@@ -51,18 +51,14 @@ def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
 def peak_from_creation(
     device: torch.device, *, batches: list[Batch]
 ) -> Iterator[tuple[PeakMemory, Callable[[], None]]]:
-    """Measure the peak memory of steps of a model that is made inside the context.
+    """Measure the peak memory of steps of a model that is created inside the context.
 
-    On a CPU a profiler sees everything that a step frees, which `peak_memory` does not: there a block of an
-    earlier step, such as a weight that each forward computes again, is missed if its address is used again.
+    Yields the peak, which is filled in when the context ends without an error, and a function to call before
+    the steps, from which on the peak counts. The caller fills `batches` with the batches of the steps before
+    the context ends.
 
-    Args:
-        device: Where the steps run: a CPU or a CUDA device.
-        batches: Filled in by then with the batches that the steps are on.
-
-    Yields:
-        What was measured, once the context has ended without an error; and a function to be called before the
-        steps, from which on the peak counts.
+    On a CPU a profiler sees everything that a step frees. `peak_memory` does not: it misses a block of an
+    earlier step, such as a weight that each forward computes again, if its address is used again.
     """
     peak = PeakMemory()
     if device.type == "cuda":
@@ -131,14 +127,8 @@ def _peak_of_cpu(
 ) -> PeakMemory:
     """Memory held at a recorded peak.
 
-    Args:
-        cpu: What was recorded.
-        residents: Bytes of storages from before, by address.
-        batch: From before, too, or made by the recorded code.
-        held_besides: Other tensors, as the batch.
-
-    Returns:
-        The peak.
+    `residents` has the bytes of storages from before the recording, by address. The batch and the tensors
+    `held_besides` are from before, too, or were made by the recorded code.
     """
     besides = tensor_storages([batch, *held_besides])
     from_before = {address: besides[address] for address in besides.keys() - cpu.made}
@@ -166,17 +156,10 @@ def measurement_of(
     loss: float | None,
     core_wait_fraction: float | None,
 ) -> Measurement:
-    """The record of a measured step.
+    """The record of a measured step: its peak memory, and the median time with its range.
 
-    Args:
-        peak: What one step held.
-        seconds: How long others took.
-        device: Where they ran.
-        loss: Of the first step; None if it is not known.
-        core_wait_fraction: Of the time of the timed steps, as `WaitsForCores` measures it.
-
-    Returns:
-        Peak memory, and the median time with its range.
+    `loss` is that of the first step; None if it is not known. `core_wait_fraction` is that of the timed steps,
+    as `WaitsForCores` measures it, and is recorded for a CPU only.
     """
     return Measurement(
         device=device_name(device),

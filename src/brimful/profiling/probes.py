@@ -31,10 +31,7 @@ Run = Callable[[], object]
 class Pool:
     """Memory for operands, handed out piece after piece, from the start again when it is used up.
 
-    Args:
-        device: Where it lies.
-        dtype: Of its numbers, which are uniform between 0 and 1.
-        size_bytes: Of the operands; there is as much again for results.
+    Operands take `size_bytes` and are uniform between 0 and 1; there is as much again for results.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size_bytes: int) -> None:
@@ -73,7 +70,7 @@ _ALIGNED_NUMBERS = 64
 """Pieces begin at multiples of these, as torch's own tensors begin at multiples of 64 bytes."""
 
 Make = Callable[[int, Pool], tuple[Run, int]]
-"""From a size to what is to be timed, and its amount of work."""
+"""A function from a size to the work to be timed and its amount."""
 
 # s the size of a probe; B samples, C channels, H height and width, T tokens, D width of a head
 
@@ -97,9 +94,10 @@ class Probe:
 _ELEMENTS = tuple(4**i for i in range(3, 12))
 """64 elements to 4 M: 256 B to 16 MiB of float32, from a launch to beyond most caches."""
 _FEW_ELEMENTS = tuple(4**i for i in range(3, 11))
-"""To 1 M, for work that a cache hardly speeds up."""
+"""Up to 1 M elements, for work that a cache hardly speeds up."""
 _ELEMENTS_ON_GPU = tuple(4**i for i in range(3, 14))
-"""To 64 M, 256 MiB of float32: an H100 works on 4 M for less time than it takes to launch, in its cache."""
+"""Up to 64 M elements, 256 MiB of float32: an H100 works on 4 M for less time than it takes to launch, in its
+cache."""
 _MATMUL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _MATMUL_SIZES_ON_GPU = (*_MATMUL_SIZES, 2048, 4096)
 _SIDES = (2, 4, 8, 16, 32, 64)
@@ -110,7 +108,7 @@ _RECURRENT_SIZES = (16, 32, 64, 128, 256)
 
 
 def probes(device: torch.device) -> Iterator[Probe]:
-    """All that are timed on a device; products in each type that training is done in."""
+    """All probes of a device, with products in each type that training is done in."""
     is_cpu = device.type == "cpu"
     products = _MATMUL_SIZES if is_cpu else _MATMUL_SIZES_ON_GPU
     attended = _ATTENTION_SIZES if is_cpu else _ATTENTION_SIZES_ON_GPU
@@ -145,7 +143,7 @@ _CONVOLVED = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def _convolution(side: int, pool: Pool) -> tuple[Run, int]:
-    """3 × 3 from C channels to C on a (B, C, s, s) image, and its backward: thrice the FLOPs of forward.
+    """3 × 3 convolution from C channels to C on a (B, C, s, s) image, and its backward: thrice forward's FLOPs.
 
     On a GPU it is contiguous. On a CPU it is channels_last, which oneDNN computes without copies to and from a
     layout of its own.
@@ -155,12 +153,12 @@ def _convolution(side: int, pool: Pool) -> tuple[Run, int]:
 
 
 def _depthwise(side: int, pool: Pool) -> tuple[Run, int]:
-    """3 × 3 of 64 channels by themselves, channels_last as `_convolution`."""
+    """3 × 3 convolution of 64 channels by themselves, channels_last as `_convolution`."""
     return _convolved(side, pool, 2, 64, 64)
 
 
 def _im2col(side: int, pool: Pool) -> tuple[Run, int]:
-    """The same, dilated, for which oneDNN has no kernel of its own."""
+    """Dilated convolution of 64 channels by themselves, for which oneDNN has no kernel of its own."""
     return _convolved(side, pool, 2, 64, 64, dilation=2)
 
 
@@ -200,7 +198,7 @@ def _attention(size: int, pool: Pool) -> tuple[Run, int]:
 
 
 def _lstm(size: int, pool: Pool) -> tuple[Run, int]:
-    """One layer over 32 tokens of 32 sequences, forward."""
+    """One LSTM layer over 32 tokens of 32 sequences, forward."""
     lstm = torch.nn.LSTM(size, size, device=pool.device)
     return partial(lstm, pool.operand(32, 32, size)), 2 * 32 * 32 * (2 * 4 * size * size)
 
@@ -272,7 +270,7 @@ def _reduction(size: int, pool: Pool) -> tuple[Run, int]:
 
 
 def _pooling(size: int, pool: Pool) -> tuple[Run, int]:
-    """Halves both sides; indices are of 8 bytes."""
+    """Max pooling that halves both sides; indices are of 8 bytes."""
     return partial(aten.max_pool2d_with_indices, _image(size, pool), [2, 2], [2, 2]), 4 * size + 3 * size
 
 
@@ -285,14 +283,14 @@ _TABLE_ROWS = 4096
 
 
 def _gather(size: int, pool: Pool) -> tuple[Run, int]:
-    """Rows of a table."""
+    """Rows gathered from a table."""
     width = min(size, 256)
     rows = torch.randint(0, _TABLE_ROWS, (size // width,), device=pool.device)
     return partial(aten.embedding, pool.operand(_TABLE_ROWS, width), rows), 8 * size + 8 * (size // width)
 
 
 def _scatter(size: int, pool: Pool) -> tuple[Run, int]:
-    """Rows added to a table's."""
+    """Rows added to those of a table."""
     width = min(size, 256)
     rows = torch.randint(0, _TABLE_ROWS, (size // width,), device=pool.device)
     added, table = pool.operand(size // width, width), pool.result(_TABLE_ROWS, width)

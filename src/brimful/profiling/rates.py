@@ -23,18 +23,18 @@ from brimful.quantities import MIB
 from brimful.status import report
 
 _POOL_BYTES = 64 * MIB
-"""Beyond the caches of most CPUs."""
+"""Least size of a pool: beyond the caches of most CPUs."""
 _POOL_CACHES = 4
-"""Of a GPU's L2 cache that a pool there is as large as. A choice."""
+"""Size of a pool on a GPU, in sizes of its L2 cache. A choice."""
 _LARGEST_POOL_BYTES = 512 * MIB
-"""Of operands and of results: together beyond the last cache of any CPU of 2026 that one socket's cores share,
-but for AMD's with stacked cache (1152 MiB)."""
+"""Largest size of a CPU's pool, of operands and of results: together beyond the last cache of any CPU of 2026
+that one socket's cores share, but for AMD's with stacked cache (1152 MiB)."""
 _POOL_MEMORY_FRACTION = 1 / 8
 """Most of the free memory that a pool may take. A choice."""
 _VARIANTS_PER_POOL = 32
 """Most sets of operands of a pool of `_POOL_BYTES` that take turns; larger pools have more."""
 _PROBE_SECONDS = 0.012
-"""To spend on one size of one kind at a time, if nothing disturbs it."""
+"""Time to spend on one size of one kind at a time, if nothing disturbs it."""
 _LARGEST_RUN_SECONDS = 5e-3
 """A larger size is not tried after a run of this length if its rate is reached: longer runs seldom end before
 another program has its turn."""
@@ -46,9 +46,9 @@ time slice of another program, 4 to 8 ms: extrapolating from its rate would pred
 choice; sizes are two to eight times apart in work."""
 _LINK_BYTES = 256 * MIB
 _UPDATED_BYTES = 256 * MIB
-"""Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
+"""Bytes of updated parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
 _ADAMW_TRAFFIC = 7
-"""Reads parameter, gradient and two of state, and writes all but the gradient."""
+"""AdamW reads parameter, gradient and two of state, and writes all but the gradient."""
 
 Progress = Callable[[str], None]
 """Called with what is measured next."""
@@ -61,15 +61,10 @@ def _report_measuring(what: str) -> None:
 def measure_curves(
     where: torch.device, *, sweeps: int, progress: Progress | None = None
 ) -> tuple[tuple[RateCurve, ...], float]:
-    """One curve for every kind of work that there is a probe for.
+    """One curve for every kind of work that has a probe, and the fraction of sizes that were disturbed.
 
-    Args:
-        where: A torch device.
-        sweeps: How often all are gone through; the best of an amount's times counts.
-        progress: Called with what is measured next.
-
-    Returns:
-        The curves, and the part of the sizes that other work disturbed in all sweeps.
+    Each sweep goes through all kinds, and the best of an amount's times counts. A size counts as disturbed if
+    other work disturbed it in all sweeps.
     """
     pools: dict[torch.dtype, Pool] = {}
     measured: dict[str, dict[int, Typical]] = {}
@@ -120,12 +115,15 @@ def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
 
 
 def _by_quiet_and_time(found: Typical) -> tuple[bool, float]:
-    """What nothing disturbed comes first: of what is disturbed the shortest round counts, not a typical one."""
+    """Sort key by which undisturbed times come before disturbed ones, which are of the shortest round."""
     return not found.is_quiet, found.seconds
 
 
 def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
-    """A probe's sizes by amount, up to one that runs long at its full rate: some types have no fast kernels."""
+    """Typical times of a probe by amount of work, up to a size that runs long at its full rate.
+
+    Larger sizes are skipped because some types have no fast kernels.
+    """
     measured: dict[int, Typical] = {}
     rate_before = 0.0
     with probe.mode():
@@ -146,13 +144,9 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
 
 
 def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
-    """Rates to the device and back, from and to pinned memory.
+    """Bytes per second to the device and back, one way at a time, from and to pinned memory.
 
-    Args:
-        where: A CUDA device; for a CPU memory is copied within it, which tests use.
-
-    Returns:
-        Bytes per second, one way at a time.
+    For a CPU, memory is copied within it, which tests use.
     """
     on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=where.type == "cuda")
     on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=where)
@@ -165,7 +159,7 @@ def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
 
 
 def host_update_bytes_per_second() -> float:
-    """At which this machine's processors read and write memory in a fused AdamW's update."""
+    """Rate at which this machine's processors read and write memory in a fused AdamW's update."""
     parameter = torch.nn.Parameter(torch.zeros(_UPDATED_BYTES // 4))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)

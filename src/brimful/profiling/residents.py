@@ -30,7 +30,7 @@ def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
 def tensor_storages(tensors: Batch) -> dict[int, int]:
     """Bytes of the tensors in any nest of containers, by the address of their storage.
 
-    Of a storage of which they are a part only, that part counts.
+    Where the tensors are only a part of a storage, that part counts.
     """
     parts = {
         (tensor.data_ptr(), tensor.nbytes): tensor.untyped_storage()

@@ -49,13 +49,13 @@ CHECKED_SAMPLES = 2
 ROUNDINGS = 1000
 """A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
 _LOSS_ROUNDINGS = 100
-"""The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those
-of their parts differ by 8 roundings at most, others by 400 and more."""
+"""Roundings by which a loss of few samples may be off: those of a sum of 10,000 terms. In the zoo of jobs,
+losses that are made of those of their parts differ by 8 roundings at most, others by 400 and more."""
 _REPETITIONS = 16
-"""How often a loss is computed whose random numbers cannot be aligned."""
+"""Number of draws for a loss whose random numbers cannot be aligned."""
 _STANDARD_ERRORS = 5.0
-"""By how many two means must differ to be called different: with 16 values each, equal means do so about once
-in 40,000 times (Student's t with 30 degrees of freedom)."""
+"""Standard errors by which two means must differ to be called different: with 16 values each, equal means do so
+about once in 40,000 times (Student's t with 30 degrees of freedom)."""
 
 
 class SplitWarning(UserWarning):
@@ -77,23 +77,16 @@ def compare_split_loss(
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
 
-    It runs without gradients unless the loss computes some itself, as that of a physics-informed network does.
+    Modes and buffers of the model and the states of random generators are restored afterwards; the batch may be
+    on any device. The loss runs without gradients unless it computes some itself, as that of a physics-informed
+    network does.
 
     If the loss draws random numbers, each sample gets the same ones in both (`AlignedDraws`). If that does not
     make them equal, the means of several draws are compared: a sum instead of a mean, or a loss that compares
     samples, differs by far more than its noise.
 
-    Args:
-        job: Its loss and count are used.
-        model: The model; its modes and buffers, and random generators, are restored.
-        batch: A batch, on any device.
-        samples: Samples in the batch.
-        micro_batch_size: Samples in each part.
-        seed: Seeds the random numbers.
-
-    Returns:
-        The comparison; it is skipped if the loss cannot be computed in evaluation mode, or its noise is larger
-        than the difference.
+    The comparison is skipped if the loss cannot be computed in evaluation mode, or its noise is larger than the
+    difference.
     """
     split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
     with (
@@ -127,7 +120,7 @@ def _compared_split(split: _SplitLoss, seed: int) -> Comparison:
 
 
 def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
-    """The coarsest type of a model's parameters of 16 bits; None if there are none."""
+    """The coarsest 16-bit dtype of a model's parameters; None if no parameter has one."""
     dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
@@ -144,21 +137,12 @@ def check_split(
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
     The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch,
-    unless they take no more memory than the step does.
+    unless they take no more memory than the step does. The model and all random generators are left as they
+    were.
 
-    Args:
-        job: Its loss and count are used.
-        model: Left as it was, as are all generators.
-        settings: Say whether the batch is split.
-        global_batch: What the step is about to train on.
-        weighs_labels: As for `terms_of_loss`.
-        end: Last sentences of the error; None for those of the first step.
-
-    Returns:
-        Whether that is decided, or a warning says why not: a batch that is not split decides nothing.
-
-    Raises:
-        EquivalenceError: The loss of the batch is not the mean of those of its parts.
+    Returns whether the check decided, or a warning says why it did not; a batch that is not split decides
+    nothing. Raises `EquivalenceError`, whose message ends with `end`, if the loss of the batch is not made of
+    those of its parts.
     """
     end = NOT_TRAINED if end is None else end
     micro = settings.micro_batch_size
@@ -222,18 +206,11 @@ def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
 
 
 def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Comparison | None:
-    """What the loss averages over, if its ops show that this is something else than samples.
+    """What the loss averages over, as a comparison that does not hold, if its ops show other than samples.
 
-    The loss runs on fake tensors, which takes no memory; the values of labels are known.
-
-    Args:
-        job: Its batch has the labels. If it says what the loss averages over, nothing else is looked for,
-            unless that is labels.
-        samples: Number of samples in the batch.
-        weighs_labels: Whether micro-batches weigh by their labels other than -100, and not by their samples.
-
-    Returns:
-        A comparison that does not hold; None if nothing shows it.
+    Returns None if they show nothing else. The loss runs on fake tensors, which takes no memory; the values of
+    labels are known. A job that states what its loss averages over is not checked, unless its micro-batches
+    weigh by their labels other than -100, and not by their samples (`weighs_labels`).
     """
     is_stated = job.count is not None and not weighs_labels
     if is_stated or job.embed is not None or job.reduction == "sum":
@@ -248,22 +225,12 @@ def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Com
 
 
 def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs_labels: bool = False) -> bool:
-    """Check before training what `check_split` checks in the first step, if a plan splits the batch.
+    """Check, before training, whether the batch that a plan splits has the loss of its parts.
 
-    The losses of few samples are computed on the host, with weights as the model is built, if that takes no
-    longer than planning does.
-
-    Args:
-        job: The job that was planned.
-        settings: Of the plan.
-        baseline: Training without a plan.
-        weighs_labels: As for `terms_of_loss`.
-
-    Returns:
-        Whether the batch is known to be what its parts are.
-
-    Raises:
-        EquivalenceError: It is not.
+    `check_split` checks this in the first step. Here the losses of few samples are computed on the host, with
+    weights as the model is built, if that takes no longer than planning does; `baseline` is training without a
+    plan. Returns whether the loss is known to be made of those of the parts, and raises `EquivalenceError` if
+    it is known not to be.
     """
     if settings.gradient_accumulation_steps == 1 or job.embed is not None:
         return True
@@ -291,10 +258,10 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs
 
 
 _PLANNED_PARAMETERS = 2**27
-"""In a model of more, no loss is computed to plan: 512 MiB of float32. A choice."""
+"""The loss of a model with more parameters is not computed to plan: 512 MiB of float32. A choice."""
 _PLANNED_FLOPS = 2e10
-"""A loss that takes more operations is not computed to plan either: about a second on one core. A choice, as
-planning itself takes seconds."""
+"""A loss that takes more operations is not computed to plan: about a second on one core. A choice, as planning
+itself takes seconds."""
 
 
 NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
@@ -308,17 +275,9 @@ NOT_PLANNED = (
 def not_the_same(
     job: Job, comparison: Comparison, samples: int, device: str, *, end: str = NOT_TRAINED
 ) -> EquivalenceError:
-    """The error for a batch that is not what its parts are.
+    """The error for a batch whose loss is not made of those of its parts.
 
-    Args:
-        job: Has the name.
-        comparison: Does not hold.
-        samples: That were compared.
-        device: Where they were.
-        end: The last sentences.
-
-    Returns:
-        What to raise.
+    `samples` samples were compared on `device`; `end` has the last sentences of the message.
     """
     report = EquivalenceReport(job=job.name, device=device, samples=samples, comparisons=(comparison,))
     return EquivalenceError(f"{report}\n{end}".rstrip())
@@ -405,15 +364,7 @@ def split_not_compared(settings: Settings, reason: str) -> str:
 
 
 class _SplitLoss:
-    """The loss of a batch and of its parts.
-
-    Args:
-        job: Its loss and count are used.
-        model: In evaluation mode.
-        batch: On any device.
-        layout: Of the batch.
-        micro_batch_size: Samples in each part.
-    """
+    """The loss of a batch, on any device, and of its parts, by a model in evaluation mode."""
 
     def __init__(
         self, job: Job, model: nn.Module, batch: Batch, layout: BatchLayout, micro_batch_size: int
@@ -430,21 +381,17 @@ class _SplitLoss:
 
     @property
     def rounding(self) -> float:
-        """What rounding may change of the loss, over the loss; to be asked once `values` has computed it."""
+        """Relative error that rounding may cause in the loss; valid once `values` has computed it."""
         eps = torch.finfo(torch.float32).eps
         if self._dtype in (torch.bfloat16, torch.float16):
             return torch.finfo(self._dtype).eps  # of the batch and of its parts: half a rounding each
         return (_LOSS_ROUNDINGS if coarsest_dtype(self._model) is None else ROUNDINGS) * eps
 
     def values(self, seed: int, *, aligned: bool = False) -> tuple[float, float, bool]:
-        """Compute both from the same state of all generators.
+        """The loss of the batch, that of its parts, and whether random numbers were drawn.
 
-        Args:
-            seed: Seeds all generators.
-            aligned: Give each sample the same random numbers in both.
-
-        Returns:
-            The loss of the batch, that of its parts, and whether random numbers were drawn.
+        Both losses are computed from the same state of all generators, which `seed` seeds. With `aligned`, each
+        sample gets the same random numbers in both.
         """
         device = device_of(self._model)
         with _seeded(seed, device):
@@ -458,7 +405,7 @@ class _SplitLoss:
         return whole, parts, of_others or (draws is not None and draws.drawn > 0)
 
     def other_reduction(self, whole: float, parts: float, bound: float) -> str | None:
-        """What the loss is instead of what the job says it is: "sum", "mean", or None if it is neither."""
+        """The reduction of the loss, "sum" or "mean", if it is not the one that the job states; else None."""
         count = len(self._parts)
         if len(set(self._samples)) > 1:
             return None
@@ -494,7 +441,7 @@ def _as_float(loss: Any) -> float:
 
 
 def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparison:
-    """The means over several draws; not made where their noise is as large as their difference."""
+    """Compare the means over several draws; skipped where their noise is as large as their difference."""
     found = [split.values(seed + 1 + repetition)[:2] for repetition in range(_REPETITIONS)]
     wholes, parts = [whole for whole, _ in found], [of_parts for _, of_parts in found]
     if not all(map(math.isfinite, wholes + parts)):
@@ -532,7 +479,7 @@ def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within, all modules are in evaluation mode; afterwards each is in its own again."""
+    """Put all modules in evaluation mode; on exit, restore the mode of each."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -544,7 +491,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, torch, Python and NumPy draw from a seed; afterwards as if nothing had been drawn."""
+    """Seed torch, Python and NumPy; on exit, restore the states of their generators."""
     with one_at_a_time():
         before = RandomState.now(device)
         try:

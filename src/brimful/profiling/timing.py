@@ -26,12 +26,12 @@ _CALLS_BETWEEN_CLOCKS = 20
 
 _LEAST_ROUNDS = 3
 _ENOUGH_ROUNDS = 25
-"""That nothing disturbed."""
+"""Undisturbed rounds that are enough."""
 _PATIENCE = 3
 """How many times as long is tried if nearly all rounds are disturbed."""
 _WAITED_FRACTION = 0.05
-"""Of a round: that long one of its threads may have waited for a processor. A choice; waking one takes 1 % or
-less."""
+"""Fraction of a round that one of its threads may have waited for a processor. A choice; waking one takes 1 %
+or less."""
 
 Result = TypeVar("Result")
 
@@ -58,19 +58,14 @@ class Typical:
 def typical_seconds(
     runs: Sequence[Callable[[], object]], device: torch.device, *, most_seconds: float
 ) -> Typical:
-    """Seconds of one run, when several take turns.
+    """Seconds of one run, when several runs of the same work on different operands take turns.
+
+    On CUDA the device is waited for at the end of a round, not between runs. `most_seconds` may be spent; up to
+    three times as much while other work disturbs most rounds, and as much again for one thread alone. At least
+    three rounds are made.
 
     Where other work disturbs nearly all rounds of a CPU, one thread does the work alone as well: it has its
     undisturbed moments where threads that wait for each other have none. The quicker of the two counts.
-
-    Args:
-        runs: The same work on different operands; on CUDA not waited for in between.
-        device: Is waited for at the end of a round.
-        most_seconds: To spend on this; up to three times as much while other work disturbs most rounds, and
-            as much again for one thread alone. Three rounds are made at least.
-
-    Returns:
-        Per run.
     """
     found = _typical_seconds(runs, device, most_seconds)
     if found.is_quiet or device.type != "cpu" or torch.get_num_threads() == 1:
@@ -102,7 +97,7 @@ def _typical_seconds(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """What runs inside has one thread, which other work on the machine leaves undisturbed moments."""
+    """Limit torch to one thread, which other work on the machine leaves undisturbed moments."""
     with one_at_a_time():
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -131,7 +126,7 @@ class WaitsForCores:
         self._before, self._start = _waited_seconds(), time.perf_counter()
 
     def fraction(self) -> float | None:
-        """That of the thread that waited longest; None if the system does not report it."""
+        """Fraction of time for the thread that waited longest; None if the system does not report it."""
         seconds, now = time.perf_counter() - self._start, _waited_seconds()
         if not now or seconds <= 0:
             return None
@@ -139,7 +134,7 @@ class WaitsForCores:
 
 
 def host_timed(run: Callable[[], Result]) -> tuple[Result, Duration]:
-    """One call, and how long the host was busy with it; the device may still be."""
+    """The result of one call, and how long the host was busy with it; the device may still be busy."""
     lost, before = _lost_turns(), _waited_seconds()
     start = time.perf_counter()
     result = run()
@@ -150,7 +145,7 @@ def host_timed(run: Callable[[], Result]) -> tuple[Result, Duration]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+    """Wait until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -23,16 +23,17 @@ QUANTIZATIONS: Mapping[str, tuple[str, bool]] = {
     "fp4-dq": ("fp4", True),
     "int8": ("int8", False),
 }
-"""By name: the data type of frozen weights in bitsandbytes, and whether their scales are quantised too
-(Dettmers et al. 2023, QLoRA, section 3)."""
+"""Quantizations by name: the data type of frozen weights in bitsandbytes, and whether their scales are
+quantised too (Dettmers et al. 2023, QLoRA, section 3)."""
 
 LEARNING_RATE = 2e-4
-"""Of AdamW over adapters. Source: Dettmers et al. 2023, QLoRA, appendix B, up to 13 billion parameters."""
+"""Learning rate of AdamW for adapters. Source: Dettmers et al. 2023, QLoRA, appendix B, up to 13 billion
+parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """What peft's `LoraConfig` is made with; defaults are peft's, except that all linear layers are adapted.
+    """Options of peft's `LoraConfig`; defaults are peft's, except that all linear layers are adapted.
 
     Source of the targets: Dettmers et al. 2023, QLoRA, section 4, figure 2.
     """
@@ -48,16 +49,9 @@ class LoraOptions:
 
     @classmethod
     def parse(cls, text: str) -> LoraOptions:
-        """Read options from text.
+        """Parse text such as "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"; each part is optional.
 
-        Args:
-            text: Such as "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"; each part is optional.
-
-        Returns:
-            The options.
-
-        Raises:
-            UsageError: A name is unknown or repeated, or a value is out of range.
+        Raises `UsageError` if a name is unknown or repeated, or a value is out of range.
         """
         given: dict[str, str] = {}
         for part in filter(None, text.split(",")):
@@ -95,14 +89,9 @@ def _number(
 
 
 def check_quantization(name: str | None, *, has_adapters: bool) -> None:
-    """Check the name of a quantization, and that something can be trained beside it.
+    """Raise `UsageError` unless `name` is None, or one of `QUANTIZATIONS` and adapters are trained.
 
-    Args:
-        name: One of `QUANTIZATIONS`; None for none.
-        has_adapters: Whether adapters are trained.
-
-    Raises:
-        UsageError: The name is unknown, or quantised weights would be trained.
+    Quantised weights are frozen: without adapters nothing would be trained.
     """
     if name is None:
         return
@@ -117,21 +106,13 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
 def adapted(
     model: nn.Module, lora: LoraOptions, quantization: str | None, *, head: Head, trains_pooler: bool = False
 ) -> nn.Module:
-    """A model with frozen weights and trainable adapters.
+    """Freeze a model of transformers, and add trainable LoRA adapters; the model is changed.
 
-    Args:
-        model: A model of transformers; changed.
-        lora: The adapters.
-        quantization: One of `QUANTIZATIONS`; None keeps the weights as they are.
-        head: The kind of model; the new head of a classifier is trained too.
-        trains_pooler: Train the pooler of the encoder too, if it has one: where it is new, nothing else would
-            keep its random weights.
+    `quantization`, one of `QUANTIZATIONS`, quantises the frozen weights; None keeps them as they are. The new
+    head of a classifier is trained too. With `trains_pooler` so is the pooler of the encoder, if it has one:
+    where it is new, nothing else would keep its random weights.
 
-    Returns:
-        A `PeftModel`.
-
-    Raises:
-        UsageError: peft is not installed, or finds no layer with such a name.
+    Returns a `PeftModel`. Raises `UsageError` if peft is not installed, or finds no layer with such a name.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -168,7 +149,7 @@ def adapted(
 
 
 def _add_to_quantised_results(config: Any) -> None:
-    """Let adapters of predicted layers add their results as those of bitsandbytes' layers do.
+    """Make adapters over predicted layers add their results as peft's do over bitsandbytes' layers.
 
     Source: peft/tuners/lora/bnb.py, forward (0.21).
     """
@@ -202,9 +183,7 @@ def _poolers(model: Any) -> list[str]:
 def quantise_linear_layers(model: nn.Module, quantization: str) -> None:
     """Replace linear layers by quantised ones of bitsandbytes, as transformers' `from_pretrained` does.
 
-    Args:
-        model: A model of transformers; changed. What is outside of its `base_model` stays, such as the head.
-        quantization: One of `QUANTIZATIONS`.
+    The model of transformers is changed. Layers outside its `base_model` stay, such as the head.
     """
     heads = {head for _name, layer in _outside(model) for head in layer.modules()}
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
@@ -215,7 +194,7 @@ def quantise_linear_layers(model: nn.Module, quantization: str) -> None:
 
 
 def _outside(model: Any) -> list[tuple[str, nn.Module]]:
-    """The parts of a model of transformers beside its `base_model`; of one without, the output layer."""
+    """The children of a transformers model beside its `base_model`; its output layer if it has no such part."""
     output = model.get_output_embeddings() if model.base_model is model else None
     return [
         (name, part)
@@ -231,7 +210,7 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _quantised(layer: nn.Module, quantization: str) -> nn.Module:
-    """A frozen layer with the quantised weights of another; real ones need bitsandbytes."""
+    """A frozen copy of a layer with quantised weights; needs bitsandbytes, except for meta and fake weights."""
     assert isinstance(layer.weight, Tensor)
     weight = _by_rows(layer)
     kind, is_nested = QUANTIZATIONS[quantization]
@@ -271,21 +250,16 @@ def _quantised(layer: nn.Module, quantization: str) -> nn.Module:
 
 
 def _by_rows(layer: nn.Module) -> Tensor:
-    """Weights, (outputs, inputs), of which a `Conv1D` has the transpose."""
+    """The weights of a linear layer, (outputs, inputs); a `Conv1D` holds their transpose."""
     assert isinstance(layer.weight, Tensor)
     weight = layer.weight.detach()
     return weight if type(layer) is nn.Linear else weight.T.contiguous()
 
 
 def quantised_like(layer: Any, weight: Tensor) -> nn.Parameter:
-    """Weights for a quantised layer, which moving the layer to a device quantises.
+    """A parameter for a `Linear4bit` or `Linear8bitLt`, quantised when the layer moves to a device.
 
-    Args:
-        layer: A `Linear4bit` or `Linear8bitLt`.
-        weight: (outputs, inputs), of a floating-point type.
-
-    Returns:
-        The parameter.
+    `weight` is (outputs, inputs), of a floating-point type.
     """
     import bitsandbytes
 
@@ -308,11 +282,9 @@ def quantised_like(layer: Any, weight: Tensor) -> nn.Parameter:
 
 
 def load_base(model: nn.Module, pretrained: nn.Module) -> None:
-    """Load the weights of a model into the frozen layers beneath adapters, quantised as these are.
+    """Load pretrained weights into the frozen layers of a `PeftModel`, quantised as these are.
 
-    Args:
-        model: A `PeftModel` by `adapted`; changed.
-        pretrained: The same model without adapters, not quantised.
+    `model` is one by `adapted`; `pretrained` is the same model without adapters, not quantised.
     """
     adapted_model: Any = model
     base = adapted_model.get_base_model()
@@ -323,7 +295,7 @@ def load_base(model: nn.Module, pretrained: nn.Module) -> None:
 
 
 def _twins(layer: nn.Module) -> list[nn.Module]:
-    """The layers beneath peft's wrappers; of one that is trained as a whole, the frozen and the trained."""
+    """The layers inside peft's wrapper: two, frozen and trained, for a layer that is trained as a whole."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -333,7 +305,7 @@ def _twins(layer: nn.Module) -> list[nn.Module]:
 
 
 def _load_layer(twin: Any, layer: nn.Module) -> None:
-    """Copy what a layer itself holds."""
+    """Copy a layer's own parameters and buffers, not those of its submodules."""
     is_quantised = type(twin).__module__.startswith("bitsandbytes.")
     for name, value in (*layer._parameters.items(), *layer._buffers.items()):
         if value is None:

@@ -20,17 +20,7 @@ class BadSamples(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> BadSamples:
-        """The member with a name.
-
-        Args:
-            text: The name.
-
-        Returns:
-            The member.
-
-        Raises:
-            UnknownNameError: No member has that name.
-        """
+        """The member named `text`; raises `UnknownNameError` if there is none."""
         if text not in tuple(cls):
             raise UnknownNameError("way with bad samples", text, tuple(cls))
         return cls(text)
@@ -46,15 +36,9 @@ class BadSample:
 
 
 def check_bad_samples(bad: Iterable[BadSample], of: int, asked: BadSamples) -> None:
-    """List samples that cannot be used, and refuse them unless they may be skipped.
+    """List samples that cannot be used, and refuse them, or skip them with a warning.
 
-    Args:
-        bad: The samples that cannot be used.
-        of: Number of samples in all.
-        asked: Whether to refuse or to skip them; a warning lists skipped samples.
-
-    Raises:
-        DataError: There are bad samples, and they are refused, or no others are left.
+    Raises `DataError` if they are refused, or if none of the `of` samples can be used.
     """
     found = list(bad)
     if not found:

@@ -8,15 +8,9 @@ from brimful.trainer.data.rng import generator_of
 
 
 def split_at_random(samples: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split samples into training and validation sets.
+    """Choose training and validation samples at random; returns the indices of both, ascending.
 
-    Args:
-        samples: Number of samples.
-        fraction: Fraction for validation; rounded, but at least one of two samples.
-        seed: Seed of the random choice.
-
-    Returns:
-        The indices of the training and of the validation samples, ascending.
+    The number of validation samples is rounded, but at least one of two samples, and never all.
     """
     count = min(max(round(fraction * samples), 1), samples - 1)
     order = torch.randperm(samples, generator=generator_of(seed)).tolist()
@@ -24,15 +18,9 @@ def split_at_random(samples: int, fraction: float, seed: int) -> tuple[list[int]
 
 
 def sample(samples: int, count: int, seed: int) -> list[int]:
-    """Choose some of the training samples, to evaluate beside as many validation samples.
+    """Choose `count` training samples, or all if there are fewer; returns their indices, ascending.
 
-    Args:
-        samples: Number of training samples.
-        count: Samples to choose; all if there are fewer.
-        seed: Seed of the random choice.
-
-    Returns:
-        Their indices, ascending.
+    They are evaluated beside as many validation samples.
     """
     order: list[int] = torch.randperm(samples, generator=generator_of(seed)).tolist()
     return sorted(order[:count])

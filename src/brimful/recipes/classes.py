@@ -42,30 +42,20 @@ def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str
 
 
 def f1(true_positives: Tensor, predicted_and_labels: Tensor) -> Tensor:
-    """The harmonic mean of precision and recall.
+    """F1, the harmonic mean of precision and recall; 0 where nothing is predicted and there are no labels.
 
-    Args:
-        true_positives: Number or fraction of what is predicted correctly.
-        predicted_and_labels: Those of predictions and of labels, added.
-
-    Returns:
-        F1; 0 where nothing is predicted and there are no labels.
+    `true_positives` is the number or fraction of what is predicted correctly; `predicted_and_labels` is the sum
+    of those of predictions and of labels.
     """
     is_some = predicted_and_labels > 0
     return torch.where(is_some, 2 * true_positives / predicted_and_labels.where(is_some, 1), 0)
 
 
 def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split samples into training and validation sets, stratified by class.
+    """Split samples into training and validation sets, stratified by class; returns ascending indices.
 
-    Args:
-        labels: Label of every sample, by index.
-        fraction: Fraction of each class for validation; rounded, but at least one sample of a class with two.
-        seed: Seed of the random choice.
-
-    Returns:
-        The indices of the training and of the validation samples, ascending. A class with a single sample is
-        only trained on.
+    `labels` has the label of every sample. `fraction` of each class is for validation: rounded, but at least
+    one sample of a class with two. A class with a single sample is only trained on.
     """
     by_class: dict[int, list[int]] = defaultdict(list)
     for index, label in enumerate(labels):
@@ -80,12 +70,7 @@ def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[l
 
 
 def warn_without_validation(classes: Sequence[str], labels: Sequence[int]) -> None:
-    """Warn about classes without validation samples.
-
-    Args:
-        classes: Names of all classes.
-        labels: Labels of the validation samples.
-    """
+    """Warn about classes that are not among `labels`, those of the validation samples."""
     without = [name for number, name in enumerate(classes) if number not in set(labels)]
     if without:
         what = "nothing is validated" if len(without) == len(classes) else "these are not validated"
@@ -99,12 +84,7 @@ def warn_without_validation(classes: Sequence[str], labels: Sequence[int]) -> No
 def balanced_weights(labels: Sequence[int], classes: int) -> Tensor:
     """Class weights with which all classes have the same total weight; their mean over samples is 1.
 
-    Args:
-        labels: Labels of the training samples.
-        classes: Number of classes.
-
-    Returns:
-        One weight per class, float32.
+    `labels` are those of the training samples. The weights are float32, one per class.
 
     Source: King & Zeng 2001, "Logistic Regression in Rare Events Data", as scikit-learn's "balanced".
     """

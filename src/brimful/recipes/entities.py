@@ -22,29 +22,18 @@ _ENTITY_TAG = re.compile(r"O|[BIES]-.+")
 _OUTSIDE = "O"
 
 Entity = tuple[int, int, str]
-"""First word, first word after it, and type."""
+"""Index of the first word, index of the first word after the entity, and type."""
 
 
 def are_entity_tags(tags: Iterable[str]) -> bool:
-    """Whether tags are those of entities (IOB1, IOB2 or IOBES).
-
-    Args:
-        tags: All tags.
-
-    Returns:
-        True if each is "O", or a type after B-, I-, E- or S-.
-    """
+    """Whether all tags are those of entities (IOB1, IOB2 or IOBES): "O", or a type after B-, I-, E- or S-."""
     return all(_ENTITY_TAG.fullmatch(tag) for tag in tags)
 
 
 def entities(tags: Sequence[str]) -> list[Entity]:
-    """The entities of a sentence.
+    """The entities of a sentence, in order, from the tags of its words.
 
-    Args:
-        tags: Tags of its words.
-
-    Returns:
-        The entities, in order. One also begins where a type changes or "I-" follows "O".
+    An entity also begins where the type changes or "I-" follows "O".
 
     Source: the rules of conlleval, of CoNLL-2000 and CoNLL-2003.
     """
@@ -88,13 +77,9 @@ def tag_counts(
 
 
 def tag_scores(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The accuracy over labelled words; F1 of entities, or else the mean of the F1 of each tag.
+    """Accuracy over labelled words, and F1 of entities, or else the mean of the F1 of each tag.
 
-    Args:
-        means: From `tag_counts`.
-
-    Returns:
-        The scores.
+    `means` are those of `tag_counts`.
     """
     score = f1(means["true_positives"], means["predicted_and_labels"])
     name = "entity_f1" if score.ndim == 0 else "macro_f1"
@@ -104,7 +89,7 @@ def tag_scores(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _entity_counts(
     predicted: Tensor, labels: Tensor, is_labelled: Tensor, tags: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Entities predicted with the right words and type; all that are predicted, and all of the labels."""
+    """The entities predicted with the right words and type; the sum of predicted and labelled entities."""
     matched, every = 0, 0
     for one, other, chosen in zip(predicted.cpu(), labels.cpu(), is_labelled.cpu(), strict=True):
         found, expected = (
@@ -118,7 +103,7 @@ def _entity_counts(
 def _counts_by_tag(
     predicted: Tensor, labels: Tensor, is_labelled: Tensor, tags: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Words of each tag that are predicted correctly; all that are predicted and all of the labels; (C,)."""
+    """The words of each tag predicted correctly, (C,); the sum of predicted and labelled words, (C,)."""
     chosen, expected = predicted[is_labelled], labels[is_labelled]
     by_tag = [
         torch.bincount(numbers, minlength=len(tags)).double()

@@ -12,28 +12,28 @@ class Head:
     """The kind of a text model."""
 
     what: str
-    """Its name in messages."""
+    """Name of the model in messages."""
     auto_class: str
-    """The class of transformers that loads it from a directory."""
+    """The class of transformers that loads the model from a directory."""
     class_suffix: str
-    """What the name of its class ends in, after that of the architecture."""
+    """Suffix of the class name of the model, after the name of the architecture."""
     peft_task: str
-    """What peft calls the task in the configuration of adapters."""
+    """peft's name of the task in the configuration of adapters."""
     num_labels: int | None = None
     """Number of classes; None if there are none."""
     is_language_model: bool = False
-    """Whether it predicts the next token."""
+    """Whether the model predicts the next token."""
     has_pooler: bool = False
-    """Whether the pooler of some encoders, such as BERT's, is part of it."""
+    """Whether the model uses the pooler of encoders that have one, such as BERT's."""
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it has a new head, which is trained beside adapters too."""
+        """Whether the model has a new head, which is trained beside adapters too."""
         return self.num_labels is not None
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it has no head: its output is the hidden states of tokens."""
+        """Whether the model has no head: its output is the hidden states of tokens."""
         return not self.is_classifier and not self.is_language_model
 
 
@@ -54,14 +54,7 @@ ENCODER = Head(
 
 
 def text_classifier(num_labels: int) -> Head:
-    """A head that classifies texts.
-
-    Args:
-        num_labels: Number of classes.
-
-    Returns:
-        The head.
-    """
+    """A head that classifies texts."""
     return Head(
         what="text classifier",
         auto_class="AutoModelForSequenceClassification",
@@ -73,14 +66,7 @@ def text_classifier(num_labels: int) -> Head:
 
 
 def token_classifier(num_labels: int) -> Head:
-    """A head that classifies each token.
-
-    Args:
-        num_labels: Number of classes.
-
-    Returns:
-        The head.
-    """
+    """A head that classifies each token."""
     return Head(
         what="token classifier",
         auto_class="AutoModelForTokenClassification",
@@ -91,14 +77,9 @@ def token_classifier(num_labels: int) -> Head:
 
 
 def head_of(task: str, num_labels: int) -> Head:
-    """The head that a recipe trains.
+    """The head that a recipe trains, by the name of its task in `Job.about`.
 
-    Args:
-        task: Name of the recipe, as in `Job.about`.
-        num_labels: Number of classes; not used by recipes without.
-
-    Returns:
-        The head.
+    Recipes without classes do not use `num_labels`.
     """
     if task == "text-classification":
         return text_classifier(num_labels)
@@ -108,16 +89,10 @@ def head_of(task: str, num_labels: int) -> Head:
 
 
 def without_pooler(head: Head, model: nn.Module) -> nn.Module:
-    """Remove the layer of the first token, as in BERT, from a model that uses the states of all tokens.
+    """Remove the pooler of a transformers model whose head does not use it; changes and returns the model.
 
-    It would have no gradients.
-
-    Args:
-        head: What the model is for.
-        model: A model of transformers; changed.
-
-    Returns:
-        The model.
+    A pooler, as in BERT, reads the first token. In a model that uses the states of all tokens it would have no
+    gradients.
     """
     if not head.has_pooler and isinstance(getattr(model, "pooler", None), nn.Module):
         model.register_module("pooler", None)

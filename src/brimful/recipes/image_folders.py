@@ -78,7 +78,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """All entries that are not hidden."""
+    """All entries of a directory that are not hidden, sorted."""
     try:
         return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -129,7 +129,10 @@ def _images_of(
 
 
 def _files(folder: Path, unreadable: list[BadSample]) -> list[Path]:
-    """All files at any depth, also behind links, that are not hidden; fills `unreadable` with folders."""
+    """All files in a folder that are not hidden, at any depth, also behind links.
+
+    Folders that cannot be read are added to `unreadable`.
+    """
 
     def add(error: OSError) -> None:
         why = f"a folder that cannot be read: {error.strerror or error}"

@@ -28,7 +28,7 @@ _MIDDLE = 224 / 256
 
 
 Channels = tuple[float, float, float]
-"""Red, green and blue."""
+"""Values for red, green and blue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,7 @@ class ImageReader:
 
 
 def read_image(path: Path) -> Image:
-    """Read an image.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The image as `opened` returns it.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Read an image as `opened` does; raises `DataError` if it cannot be read."""
     try:
         return opened(path)
     except Exception as error:  # Pillow's readers raise whatever the bytes lead to
@@ -81,7 +71,7 @@ def read_image(path: Path) -> Image:
 
 
 def opened(path: Path) -> Image:
-    """The image in upright orientation, as 8-bit RGB."""
+    """Open an image file in upright orientation, as 8-bit RGB."""
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
@@ -92,7 +82,7 @@ def opened(path: Path) -> Image:
 
 
 _Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, in pixels."""
+"""A box in an image: left, top, right and bottom, in pixels."""
 
 
 def _pixels(image: Image, box: _Box, size: int) -> Tensor:

@@ -10,20 +10,14 @@ from typing import Any
 from brimful.recipes.bad_samples import BadSample
 
 Records = Iterator[tuple[str, dict[str, Any] | BadSample]]
-"""Where a record is, and the record."""
+"""Pairs of where a record is, and the record or why it cannot be used."""
 
 
 def of_one_type(records: Records, column: str | None) -> Records:
-    """The records, with those replaced whose label is of another type than most.
+    """The records, with a `BadSample` in place of each whose label is of another type than most.
 
-    As class names 1 and "1" are the same, and 3 beside "good" is a class that nobody meant.
-
-    Args:
-        records: Parsed rows of JSON.
-        column: The column of labels, or of lists of labels; None for none.
-
-    Yields:
-        Each record, or why it cannot be used.
+    As class names 1 and "1" are the same, and 3 beside "good" is a class that nobody meant. `column` is that of
+    labels, or of lists of labels; None replaces nothing.
     """
     if column is None:
         yield from records
@@ -48,7 +42,7 @@ def of_one_type(records: Records, column: str | None) -> Records:
 
 
 def _kinds(value: Any) -> dict[str, Any]:
-    """The types of a label or of a list of them, each with its first label; nothing else has one."""
+    """The types of a label, or of the labels in a list, each with its first label; other values have none."""
     found: dict[str, Any] = {}
     for label in value if isinstance(value, list) else [value]:
         kind = _kind(label)

@@ -19,20 +19,10 @@ LabelsOf = Callable[[Row], Sequence[str]]
 def good_rows(
     rows: Iterable[Row | BadSample], path: Path, asked: BadSamples, *, labels_of: LabelsOf | None = None
 ) -> list[Row]:
-    """The rows that can be used; list the others, and refuse or skip them.
+    """The rows of a file that can be used, at least one; lists the others, and refuses or skips them.
 
-    Args:
-        rows: All rows of a file.
-        path: The file.
-        asked: Whether to refuse or to skip bad rows.
-        labels_of: Rows with a label NaN, as pandas and NumPy write a missing one, are bad.
-
-    Returns:
-        Good rows, at least one.
-
-    Raises:
-        UsageError: There are none.
-        DataError: Rows are bad, and they are refused.
+    With `labels_of`, rows with a label NaN are bad too, as pandas and NumPy write a missing label. Raises
+    `UsageError` if there are no rows, and `DataError` if bad rows are refused.
     """
     every = [row if labels_of is None else _with_labels(row, labels_of) for row in rows]
     check_bad_samples((row for row in every if isinstance(row, BadSample)), of=len(every), asked=asked)
@@ -43,17 +33,9 @@ def good_rows(
 
 
 def class_names(labels: Iterable[str], file: Path | str) -> tuple[str, ...]:
-    """Names of the classes, in numeric order if all are numbers.
+    """The different labels as names of classes, in numeric order if all are numbers.
 
-    Args:
-        labels: The labels of all rows.
-        file: Where they are from.
-
-    Returns:
-        The names.
-
-    Raises:
-        UsageError: There are fewer than two.
+    Raises `UsageError` if there are fewer than two; the message names `file`.
     """
     names = set(labels)
     if len(names) < 2:
@@ -70,19 +52,9 @@ def class_names(labels: Iterable[str], file: Path | str) -> tuple[str, ...]:
 def rows_of_known_classes(
     rows: Sequence[Row], classes: Sequence[str], asked: BadSamples, *, labels_of: LabelsOf
 ) -> list[Row]:
-    """The validation rows; refuse or skip those with a class that the training data lack.
+    """The validation rows whose classes the training data have; refuses or skips the others.
 
-    Args:
-        rows: The rows.
-        classes: Classes of the training data.
-        asked: Whether to refuse or to skip them.
-        labels_of: The labels of a row.
-
-    Returns:
-        Rows whose labels are all known.
-
-    Raises:
-        DataError: There are others, and they are refused.
+    Raises `DataError` if they are refused.
     """
     unknown = {row.where: sorted(set(labels_of(row)) - set(classes)) for row in rows}
     bad = (
@@ -95,14 +67,7 @@ def rows_of_known_classes(
 
 
 def contents(rows: Iterable[Row]) -> Iterator[str]:
-    """Everything in rows that identifies the data, for a digest.
-
-    Args:
-        rows: The rows.
-
-    Yields:
-        Texts.
-    """
+    """Texts that identify the data in rows, for a digest."""
     for row in rows:
         yield from row.values
         for several in row.lists:

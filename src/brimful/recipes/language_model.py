@@ -173,6 +173,6 @@ def _joined(texts: Sequence[str], tokenizer: Tokenizer, end: int) -> Tokens:
 
 
 def _rows(tokens: Tokens, length: int) -> Tensor:
-    """The tokens that fill whole rows; the rest is dropped."""
+    """Tokens as whole rows, (rows, T); the rest is dropped."""
     count = len(tokens) // length
     return torch.from_numpy(tokens[: count * length].reshape(count, length))

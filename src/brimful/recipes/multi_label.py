@@ -20,27 +20,16 @@ Targets = NDArray[np.float32]
 
 
 def targets_of(labels: Sequence[str], classes: Sequence[str]) -> Targets:
-    """Which of the classes a sample has.
-
-    Args:
-        labels: Names of the sample's labels.
-        classes: Names of all classes.
-
-    Returns:
-        Its targets.
-    """
+    """The targets of a sample: 1 for each class that is among its labels, else 0; (C,)."""
     return np.array([name in labels for name in classes], dtype=np.float32)
 
 
 def positive_weights(targets: Sequence[Targets]) -> Tensor:
     """Weights with which the samples that have a label weigh as much as those that do not.
 
-    Args:
-        targets: Targets of the training samples.
-
-    Returns:
-        Negatives per positive of each class, (C,); 1 where all samples have a label or none has it: there is
-        nothing to balance, and a weight of 0 would leave the label without a gradient.
+    `targets` are those of the training samples. The weights are the negatives per positive of each class, (C,);
+    1 where all samples have a label or none has it: there is nothing to balance, and a weight of 0 would leave
+    the label without a gradient.
 
     Source: torch.nn.BCEWithLogitsLoss, `pos_weight`.
     """
@@ -73,11 +62,7 @@ def multi_label_counts(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -
 def multi_label_scores(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """F1 of all predictions, the mean of the classes' F1, and the fraction of samples without an error.
 
-    Args:
-        means: From `multi_label_counts`.
-
-    Returns:
-        The scores. A class that is neither a label nor predicted has F1 0.
+    `means` are those of `multi_label_counts`. A class that is neither a label nor predicted has F1 0.
 
     Source: scikit-learn, `f1_score` with average="micro" and "macro" and zero_division=0.
     """

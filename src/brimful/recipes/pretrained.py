@@ -59,7 +59,7 @@ def save_pretrained(run: Path | str, directory: Path | str | None = None, *, mer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRun:
-    """What `job.json` in the run directory of a text recipe has of its model."""
+    """The metadata of a text recipe's model, from `job.json` in the run directory."""
 
     task: str
     model: str
@@ -71,13 +71,9 @@ class RecipeRun:
     quantization: str | None = None
 
     def text_model(self, *, is_quantised: bool = True) -> TextModel:
-        """The model, not yet built.
+        """The model as the recipe makes it, not yet built.
 
-        Args:
-            is_quantised: Whether frozen weights are quantised, if those of the run are.
-
-        Returns:
-            The model as the recipe makes it.
+        `is_quantised=False` keeps frozen weights as they are where the run quantised them.
         """
         return find_text_model(
             self.model,
@@ -90,16 +86,9 @@ class RecipeRun:
 
 
 def read_recipe_run(run: Path) -> RecipeRun:
-    """Read what a run of a text recipe trained.
+    """Read what a run of a text recipe trained: model, tokenizer and classes.
 
-    Args:
-        run: The run directory.
-
-    Returns:
-        The model, tokenizer and classes.
-
-    Raises:
-        UsageError: The directory is not that of a text recipe, or its `job.json` is damaged.
+    Raises `UsageError` if the directory is not that of a text recipe, or its `job.json` is damaged.
     """
     where = f"the metadata {run / JOB}"
     try:

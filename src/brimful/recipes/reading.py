@@ -20,7 +20,8 @@ from brimful.trainer.data.rng import generator_of
 _SAMPLES_AT_ONCE = 16
 
 _MOST_WORKERS = 8
-"""Default limit. A choice: workers share the processors with training, and each holds its samples twice."""
+"""Default limit of worker processes. A choice: they share the processors with training, and each holds its
+samples twice."""
 
 _Key = tuple[int, int, int]
 """Identifies one sample in one epoch: seed, epoch, index."""
@@ -33,14 +34,9 @@ class Reader(Protocol):
         """The number of samples."""
 
     def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
-        """Read a sample.
+        """Read a sample: tensors by name, with the same shapes for every sample.
 
-        Args:
-            index: Index of the sample.
-            random: Generator for augmentation; None reads the sample without augmentation.
-
-        Returns:
-            Tensors by name, with the same shapes for every sample.
+        `random` is the generator for augmentation; None reads the sample without augmentation.
         """
 
 
@@ -105,7 +101,7 @@ class ReadSamples:
 
 
 class _Keyed(Dataset[dict[str, Tensor]]):
-    """Samples by key."""
+    """A dataset that reads samples by key."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

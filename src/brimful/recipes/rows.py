@@ -40,22 +40,15 @@ class Row:
     where: str
     values: tuple[str, ...]
     lists: tuple[tuple[str, ...], ...] = ()
-    """The values of columns of lists."""
+    """For each requested column of lists, its values."""
 
 
 def read_text(path: Path, encoding: str) -> str:
-    """Read a whole file as text; in UTF-8, invalid bytes are kept as lone surrogates, see `undecoded`.
+    """Read a whole file as text, without a byte order mark.
 
-    Args:
-        path: The file.
-        encoding: Python's name of the encoding.
-
-    Returns:
-        Its text, without a byte order mark.
-
-    Raises:
-        UsageError: The file or the encoding does not exist, or it is not a regular file.
-        DataError: The file cannot be decoded in an encoding other than UTF-8.
+    In UTF-8, invalid bytes are kept as lone surrogates, see `undecoded`. Raises `UsageError` if the file or the
+    encoding does not exist, or it is not a regular file; `DataError` if the file cannot be decoded in an
+    encoding other than UTF-8, or begins as UTF-16 where UTF-8 is expected.
     """
     content = read_regular_file(path, what="file", limit_bytes=_size_bytes(path))
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
@@ -81,14 +74,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def undecoded(text: str) -> str | None:
-    """Why a text could not be decoded; None if it was.
-
-    Args:
-        text: A text that `read_text` returned.
-
-    Returns:
-        A message about the first byte that is not valid.
-    """
+    """Why a text from `read_text` could not be decoded, with its first invalid byte; None if it was."""
     found = _UNDECODED.search(text)
     if found is None:
         return None
@@ -106,23 +92,15 @@ def read_rows(
     labels: str | None = None,
     separator: str = ",",
 ) -> Iterator[Row | BadSample]:
-    """Read the rows of a file, in order.
+    """Read the rows of a file, in order: each with its values as text, or why it cannot be used.
 
-    Args:
-        path: A .csv or .tsv file with a header, or a .jsonl file of objects.
-        columns: The columns to read.
-        encoding: Encoding of the file.
-        lists: Columns with several values each: a list in JSON, else text that is split.
-        labels: The column of labels. Rows of JSON whose labels are of another type than most, texts among
-            numbers or numbers among texts, cannot be used.
-        separator: Separates the values in text; not empty.
+    The file is a .csv or .tsv file with a header, or a .jsonl file of objects. Columns in `lists` have several
+    values each: a list in JSON, else text that is split at `separator`, which is not empty. `labels` is the
+    column of labels: rows of JSON whose labels are of another type than most, texts among numbers or numbers
+    among texts, cannot be used.
 
-    Yields:
-        A row with its values as text, or why the row cannot be used.
-
-    Raises:
-        UsageError: The file or a column does not exist.
-        DataError: The file is not in that encoding.
+    Raises `UsageError` if the file or a column does not exist, and `DataError` if the file is not in that
+    encoding.
     """
     text = read_text(path, encoding)
     suffix = path.suffix.lower()

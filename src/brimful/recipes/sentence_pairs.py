@@ -174,14 +174,9 @@ def embed(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def contrast(embeddings: dict[str, Tensor], *, temperature: float) -> Tensor:
-    """The mean cross-entropy of finding the second text of each pair among all, and the first.
+    """The mean cross-entropy of finding, for each text, the other text of its pair: InfoNCE in both directions.
 
-    Args:
-        embeddings: From `embed`, of the global batch.
-        temperature: Divides the cosine similarities.
-
-    Returns:
-        A scalar.
+    `embeddings` are those of `embed`, of the global batch; `temperature` divides their cosine similarities.
     """
     logits = _candidates(embeddings) / temperature
     own = torch.arange(len(logits), device=logits.device)
@@ -225,7 +220,7 @@ def _share_a_text(embeddings: dict[str, Tensor]) -> Tensor:
 
 
 def _encode(rows: Sequence[Row], *, model: TextModel, most_tokens: int, bad: BadSamples) -> TokenizedTexts:
-    """Both texts of each pair, as they are tokenized alone, and a number for each different text."""
+    """Tokenize both texts of each pair separately, and number the different texts of both columns."""
     entries: list[dict[str, Any]] = [{} for _ in rows]
     numbers: dict[str, int] = {}  # of both columns
     cut = 0
@@ -256,7 +251,7 @@ def _encode(rows: Sequence[Row], *, model: TextModel, most_tokens: int, bad: Bad
 
 
 def _longest(pairs: TokenizedTexts, samples: int) -> Batch:
-    """The longest first texts beside the longest second ones: no batch takes more memory."""
+    """A batch of the longest first texts beside the longest second ones: no batch takes more memory."""
     batch: dict[str, Any] = {}
     for side in _SIDES:
         lengths = torch.tensor(pairs.lengths(f"{side}input_ids"))

@@ -36,13 +36,9 @@ class Split:
     ) -> Data:
         """The data of the job.
 
-        Args:
-            training_metrics: Also evaluate as many training samples as there are validation samples.
-            seed: Seed of their choice.
-            longest: Makes the batch that takes the most memory; None takes the longest samples.
-
-        Returns:
-            The data.
+        With `training_metrics`, as many training samples as there are validation samples are evaluated too;
+        `seed` chooses them. `longest` makes the batch that takes the most memory; None takes the longest
+        samples.
         """
         training, validated = self.training, len(self.validation)
         chosen = sample(len(training), validated, seed) if training_metrics and validated else None
@@ -59,14 +55,7 @@ def split_or_both(
 ) -> Split:
     """Tokenize the rows of the training file, and those of the validation file if there is one.
 
-    Args:
-        rows: Rows of the training file.
-        of_validation: Rows of the validation file; None splits those of the training file.
-        encode: Tokenizes rows.
-        choose: Splits the samples of the training file.
-
-    Returns:
-        The samples.
+    `of_validation` is None without a validation file: then `choose` splits the samples of the training file.
     """
     training = encode(rows)
     if of_validation is not None:

@@ -18,22 +18,15 @@ _MOST_SHOWN = 60
 
 
 def read_tagged(path: Path, columns: Columns, encoding: str) -> Iterator[Row | BadSample]:
-    """Read sentences, in order.
+    """Read sentences, in order: rows with the lists of words and tags, or why one cannot be used.
 
-    Args:
-        path: A .jsonl, .csv or .tsv file with columns of words and of tags, as lists in JSON or separated by
-            spaces; or any other file with one word a line, its tag in the last column, and an empty line after
-            each sentence, as in CoNLL-2003. Columns are separated by tabs in a line that has one, else by
-            spaces; other white space is part of a word.
-        columns: The columns of words and of tags in a table, in this order.
-        encoding: Encoding of the file.
+    A .jsonl, .csv or .tsv file has columns of words and of tags, which `columns` has in this order, as lists in
+    JSON or separated by spaces. Any other file has one word a line, its tag in the last column, and an empty
+    line after each sentence, as in CoNLL-2003. Its columns are separated by tabs in a line that has one, else
+    by spaces; other white space is part of a word. Comments in it cannot be used.
 
-    Yields:
-        A row with the lists of its words and tags, or why a sentence or a comment cannot be used.
-
-    Raises:
-        UsageError: The file or a column does not exist.
-        DataError: The file is not in that encoding.
+    Raises `UsageError` if the file or a column does not exist, and `DataError` if the file is not in that
+    encoding.
     """
     if path.suffix.lower() in TABLES:
         _, tags = columns.values()
@@ -67,7 +60,7 @@ def _sentences(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _fields(line: str) -> list[str]:
-    """The columns of a line; none of one that is blank."""
+    """The columns of a line; none for a blank line."""
     line = line.rstrip(" \t\r")
     if not line.strip():
         return []
@@ -91,12 +84,12 @@ def _kinds_of_lines(sentences: Iterable[tuple[int, Sequence[str]]]) -> set[_Kind
 
 
 def _leading_hashes(lines: Sequence[str]) -> int:
-    """How many of the first lines of a sentence begin as comments do, which "#" as a word does too."""
+    """How many of a sentence's first lines begin as comments do, which "#" as a word does too."""
     return next((place for place, line in enumerate(lines) if not _HASH.match(line)), len(lines))
 
 
 def _comments(lines: Sequence[str], kinds: Container[_Kind]) -> int:
-    """How many of the first lines of a sentence are comments, as in MultiCoNER: `# id 12 domain=en`.
+    """How many of a sentence's first lines are comments, as in MultiCoNER: `# id 12 domain=en`.
 
     A line with the columns and a tag of another line is the word "#".
     """

@@ -210,7 +210,7 @@ def _several(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What one label per text and several differ in."""
+    """Loss, count and metrics, which differ between one label per text and several."""
 
     loss: Callable[..., Tensor]
     count: Callable[[Batch], Tensor | int]

@@ -52,8 +52,9 @@ class TextModel:
     def optimizer(self) -> NamedOptimizer:
         """AdamW at the usual learning rate of text models.
 
-        Source: of pretrained weights 5e-5, the largest in Devlin et al. 2018, BERT, appendix A.3; from random
-        ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters; of adapters see there.
+        Source: for pretrained weights 5e-5, the largest in Devlin et al. 2018, BERT, appendix A.3; for random
+        ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters; for adapters see
+        `adapters.LEARNING_RATE`.
         """
         of_all = 3e-4 if self.weights is None else 5e-5
         return named_optimizer("adamw", learning_rate=ADAPTER_RATE if self.has_adapters else of_all)
@@ -68,23 +69,15 @@ def find_text_model(
     lora: str | None = None,
     quantization: str | None = None,
 ) -> TextModel:
-    """Find a model and its tokenizer.
+    """Find a model, built in or a directory saved by transformers, and its tokenizer; the model is not built.
 
-    Args:
-        name: A built-in architecture, or a directory saved by transformers.
-        tokenizer: A directory or a `tokenizer.json`, or "bytes"; None uses that of the model's directory, or
-            bytes for a built-in model.
-        head: The kind of model.
-        sequence_length: Maximum tokens per sample.
-        lora: Adapters to train over frozen weights, see `LoraOptions.parse`; None trains all weights.
-        quantization: One of `adapters.QUANTIZATIONS`, for the frozen weights.
+    `tokenizer` is a directory or a `tokenizer.json`, or "bytes"; None uses that of the model's directory, or
+    bytes for a built-in model. `sequence_length` is the maximum of tokens per sample. `lora` has the adapters
+    to train over frozen weights, see `LoraOptions.parse`; None trains all weights. `quantization` is one of
+    `adapters.QUANTIZATIONS`, for the frozen weights.
 
-    Returns:
-        The model, not yet built.
-
-    Raises:
-        UnknownNameError: `name` is neither.
-        UsageError: The directory has no such model, or it cannot take the tokenizer, the length or adapters.
+    Raises `UnknownNameError` if `name` is neither, and `UsageError` if the directory has no such model, or it
+    cannot take the tokenizer, the length or adapters.
     """
     adapters = None if lora is None else LoraOptions.parse(lora)
     check_quantization(quantization, has_adapters=adapters is not None)
@@ -227,7 +220,10 @@ def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_le
 def _builder(
     directory: Path, make: Any, config: Any, head: Head, sequence_length: int, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
-    """Builds the model with the first attention implementation it supports; each is tried on meta tensors."""
+    """A function that builds the model with the first attention implementation that it supports.
+
+    Each implementation is tried on meta tensors.
+    """
     kinds = ["sdpa", "eager"]
     if head.is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
         kinds.insert(0, attention(causal=True))
@@ -275,7 +271,7 @@ def _built(head: Head, build: Callable[[], nn.Module]) -> nn.Module:
 def _load_pretrained(
     model: nn.Module, *, make: Any, directory: Path, config: Any, head: Head, dtype: torch.dtype
 ) -> None:
-    """Load through transformers, which maps old names of tensors; a new head keeps its random weights."""
+    """Load weights through transformers, which maps old names of tensors; a new head keeps its random ones."""
     try:
         with silent_transformers():
             pretrained, found = make.from_pretrained(
@@ -303,7 +299,7 @@ def _load_pretrained(
 
 @contextmanager
 def silent_transformers() -> Iterator[None]:
-    """Within, transformers shows no progress bars and no report of missing weights, which we give ourselves."""
+    """Hide transformers' progress bars and its report of missing weights, which brimful reports itself."""
     from transformers.utils import logging
 
     before, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -51,17 +51,9 @@ class TimmReader:
 
 
 def transform_options(name: str, image_size: int) -> dict[str, Any]:
-    """The options of the transforms that a model of timm was trained with.
+    """The options of `timm.data.create_transform` that a timm model was trained with, in plain containers.
 
-    Args:
-        name: Name of the model.
-        image_size: Height and width, in pixels.
-
-    Returns:
-        What `timm.data.create_transform` takes, in plain containers.
-
-    Raises:
-        UsageError: timm's transforms cannot be imported.
+    `image_size` is height and width, in pixels. Raises `UsageError` if timm's transforms cannot be imported.
     """
     try:
         import timm
@@ -81,14 +73,7 @@ def transform_options(name: str, image_size: int) -> dict[str, Any]:
 
 
 def as_key(options: Mapping[str, Any]) -> _Options:
-    """Options that can be compared and sent to worker processes.
-
-    Args:
-        options: From `transform_options`.
-
-    Returns:
-        Pairs of names and values.
-    """
+    """The options of `transform_options` as a tuple that can be compared and sent to worker processes."""
     return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in options.items())
 
 

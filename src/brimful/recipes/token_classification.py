@@ -155,7 +155,7 @@ def _tags(row: Row) -> Sequence[str]:
 def _encode(
     rows: Sequence[Row], *, model: TextModel, classes: Sequence[str], most_tokens: int
 ) -> TokenizedTexts:
-    """Sentences with at least one labelled token."""
+    """Tokenize sentences and label their tokens; sentences without a labelled token are dropped."""
     numbers = {name: number for number, name in enumerate(classes)}
     entries, without = [], 0
     encoded = model.tokenizer.encode_words([row.lists[0] for row in rows], most_tokens)

@@ -22,12 +22,12 @@ _VALIDATION_TEXTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedTexts:
-    """Tokenized samples: `Samples`; iterating over them yields validation batches in order."""
+    """Tokenized samples as `Samples`; iterating over them yields validation batches in order."""
 
     entries: Sequence[Mapping[str, NDArray[Any] | int]]
-    """Of each sample, by name: what is padded, and labels."""
+    """For each sample, by name: arrays, which are padded, and labels."""
     padding: Mapping[str, int]
-    """What to pad entries with, by name; the attention mask follows from the first."""
+    """Padding value of entries, by name; the attention mask follows from the first."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -61,11 +61,11 @@ class TokenizedTexts:
         return replace(self, entries=[self.entries[index] for index in indices])
 
     def most_tokens(self, name: str = "input_ids") -> int:
-        """Length of the longest entry of a name."""
+        """The length of the longest entry called `name`."""
         return max(self.lengths(name), default=0)
 
     def lengths(self, name: str) -> list[int]:
-        """Length of the entry of a name of each sample."""
+        """The length of each sample's entry called `name`."""
         return [len(entry[name]) for entry in self.entries]  # type: ignore[arg-type]
 
     def _tensor(self, name: str, part: NDArray[Any] | int) -> Any:
@@ -77,12 +77,5 @@ class TokenizedTexts:
 
 
 def rounded_up(tokens: int) -> int:
-    """The length that a batch is padded to.
-
-    Args:
-        tokens: Number of tokens of its longest sample.
-
-    Returns:
-        The next multiple of `MULTIPLE`.
-    """
+    """The length to which a batch is padded whose longest sample has `tokens`: a multiple of `MULTIPLE`."""
     return -(-tokens // MULTIPLE) * MULTIPLE

@@ -42,13 +42,8 @@ class Tokenizer(Protocol):
     ) -> tuple[list[Encoded], int]:
         """Tokenize texts with the special tokens that a classifier expects, and truncate those too long.
 
-        Args:
-            texts: The texts.
-            pairs: A second text for each, or None.
-            most_tokens: Maximum tokens of a text, or of a pair.
-
-        Returns:
-            The tokens of each text, and the number of truncated texts.
+        `pairs` has a second text for each, or is None. `most_tokens` is the maximum of a text, or of a pair.
+        Returns the tokens of each text, and the number of truncated texts.
         """
 
     def encode_words(
@@ -56,13 +51,8 @@ class Tokenizer(Protocol):
     ) -> list[tuple[Tokens, list[int | None]]]:
         """Tokenize sentences of words, separated by spaces, with special tokens; truncate those too long.
 
-        Args:
-            sentences: The words of each sentence.
-            most_tokens: Maximum tokens of a sentence.
-
-        Returns:
-            Of each sentence, its tokens, and of each token the index of the word that it is the first of, or
-            None.
+        Returns for each sentence its tokens, at most `most_tokens`, and for each token the index of the word
+        that it is the first of, or None.
         """
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
@@ -124,13 +114,9 @@ def _shares(lengths: Sequence[int], most: int) -> list[int]:
 
 
 class Pretrained:
-    """A tokenizer of transformers, read from files.
+    """A tokenizer of transformers, read from a directory that it saved or from a `tokenizer.json`.
 
-    Args:
-        path: A directory saved by transformers, or a `tokenizer.json`.
-
-    Raises:
-        UsageError: The path has no tokenizer, or transformers is not installed.
+    Raises `UsageError` if the path has no tokenizer, or transformers is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -220,11 +206,7 @@ class Pretrained:
         return encoded
 
     def save(self, directory: Path) -> None:
-        """Write the tokenizer for `from_pretrained`.
-
-        Args:
-            directory: Files there are overwritten.
-        """
+        """Write the tokenizer for `from_pretrained`; files in the directory are overwritten."""
         self._tokenizer.save_pretrained(str(directory))
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
@@ -238,7 +220,7 @@ class Pretrained:
 
 
 def _first_tokens(words: Sequence[str], text: str, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """Of each token the index of the word that it is the first of, or None.
+    """For each token, the index of the word that it is the first of, or None.
 
     Some tokenizers count the space before a word to its first token, or make a token of it.
     """
@@ -254,16 +236,9 @@ def _first_tokens(words: Sequence[str], text: str, offsets: Sequence[tuple[int, 
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:
-    """Find a tokenizer.
+    """Find a tokenizer: a directory, a `tokenizer.json`, or bytes for "bytes" or None.
 
-    Args:
-        name: A directory or a `tokenizer.json`; "bytes" or None for bytes.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        UsageError: There is no such tokenizer.
+    Raises `UsageError` if there is no such tokenizer.
     """
     if name is None or str(name) == "bytes":
         return Bytes()

@@ -23,13 +23,9 @@ _MOST_NAMED = 6
 def load_matching(model: nn.Module, *, path: Path) -> None:
     """Load the tensors of a file that match the model in name and shape; warn about parts without a match.
 
-    Args:
-        model: A newly built model.
-        path: A safetensors file, or tensors by name that `torch.save` wrote, perhaps under "state_dict" or
-            "model". Code in the file is not run.
-
-    Raises:
-        UsageError: The file cannot be read, or fits less than half of the model's parameters.
+    The model is newly built. The file is a safetensors file, or tensors by name that `torch.save` wrote,
+    perhaps under "state_dict" or "model"; code in it is not run. Raises `UsageError` if the file cannot be
+    read, or fits less than half of the model's parameters.
     """
     tensors = _read(path)
     own = model.state_dict()
@@ -43,17 +39,10 @@ def load_matching(model: nn.Module, *, path: Path) -> None:
 
 
 def names_of_tensors(directory: Path) -> Collection[str]:
-    """Names of the tensors that a directory saved by transformers has.
+    """The names of the tensors in a directory saved by transformers, with weights in one file or several.
 
-    Args:
-        directory: With weights in one file or several.
-
-    Returns:
-        The names, which old versions of transformers may have chosen.
-
-    Raises:
-        UsageError: A file cannot be read.
-        FileFormatError: The index is not JSON.
+    Old versions of transformers may have chosen other names. Raises `UsageError` if a file cannot be read, and
+    `FileFormatError` if the index is not JSON.
     """
     for index in sorted(directory.glob("*.index.json")):
         document = parse_json(read_regular_file(index, what="index of weights"), where=str(index))
@@ -74,15 +63,10 @@ def names_of_tensors(directory: Path) -> Collection[str]:
 
 
 def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str]) -> None:
-    """Refuse weights of another model.
+    """Raise `UsageError` for weights of another model: with less than half of the model's parameters.
 
-    Args:
-        model: The model to load them into.
-        path: Where the weights come from.
-        fitting: Names of the model's tensors that the weights have in the same shape.
-
-    Raises:
-        UsageError: The weights have less than half of the model's parameters.
+    `fitting` has the names of the model's tensors that the weights have in the same shape; `path` is where they
+    come from.
     """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones once
     loaded = sum(size for name, size in sizes.items() if name in fitting)
@@ -95,15 +79,7 @@ def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str])
 
 
 def unreadable(path: Path, error: Exception) -> Exception:
-    """The error for weights that cannot be read, unless memory ran out.
-
-    Args:
-        path: A file or a directory.
-        error: The error from reading them.
-
-    Returns:
-        A one-line `UsageError`, or `error` itself.
-    """
+    """The one-line `UsageError` for weights that cannot be read; `error` itself if memory ran out."""
     if out_of_memory(error) is not None:
         return error
     if isinstance(error, pickle.UnpicklingError):

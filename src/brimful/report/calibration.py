@@ -11,15 +11,10 @@ from brimful.quantities import format_bytes, format_seconds
 
 
 def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:
-    """The document of `brimful calibrate --json`.
+    """The document of `brimful calibrate --json`; `paths` has the file of each device's measurements.
 
-    Args:
-        devices: With what was measured.
-        paths: Where it is kept, by device.
-
-    Returns:
-        Per device its rates, and per kind of work the points (amount, seconds): bytes, or FLOPs where the name
-        has a type after a colon.
+    It has per device its rates, and per kind of work the points (amount, seconds): bytes, or FLOPs where the
+    name has a type after a colon.
     """
     return {"devices": [_device_document(device, path) for device, path in zip(devices, paths, strict=True)]}
 
@@ -37,15 +32,7 @@ def _device_document(device: Device, path: str) -> dict[str, Any]:
 
 
 def calibration_text(device: Device, path: str) -> str:
-    """The text of `brimful calibrate` for a device.
-
-    Args:
-        device: With what was measured.
-        path: Where it is kept.
-
-    Returns:
-        Lines, without a last newline.
-    """
+    """The text of `brimful calibrate` for a device whose measurements are kept at `path`."""
     return "\n".join(_lines(device, path))
 
 

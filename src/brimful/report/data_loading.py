@@ -10,15 +10,10 @@ from brimful.results import WAITING_FRACTION, DataLoading, StepRecord, steady_st
 def feeding_lines(
     steps: Sequence[StepRecord], loading: DataLoading | None, *, on_gpu: bool
 ) -> Iterator[tuple[str, str]]:
-    """Report lines on the data loading of a run.
+    """Pairs of a label and a line on the data loading of a run: time spent waiting, and what would help.
 
-    Args:
-        steps: Records in order.
-        loading: How batches are loaded; None if all samples are in one batch.
-        on_gpu: Whether batches are copied to a GPU.
-
-    Yields:
-        Pairs of a label and a line: the time spent waiting, and what would help. Nothing if there is no need.
+    `loading` is how batches are loaded; None if all samples are in one batch. Nothing is yielded if there is no
+    need.
     """
     waited = waiting_fraction(steps)
     if waited >= WAITING_FRACTION:

@@ -16,7 +16,7 @@ from string import Formatter
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone
 
 _COLOURS = ("#4c8bd6", "#d9822b", "#2e9e6b", "#9b6fd1", "#c75d8b", "#8a949e", "#a08a2e")
-"""Of the parts of a whole, in order. Each has a contrast of at least 2.5 with white and with black."""
+"""Colours of the parts of a whole, in order. Each has a contrast of at least 2.5 with white and with black."""
 _OVER = "#d64545"
 _TONES = {Tone.NEUTRAL: "#8a949e", Tone.PREDICTED: "#4c8bd6", Tone.FITS: "#2e9e6b", Tone.TIGHT: "#d9822b"}
 _TRACK = "rgba(128,128,128,0.22)"
@@ -33,14 +33,7 @@ _IGNORED_BY_MATHJAX = "tex2jax_ignore mathjax_ignore"
 
 
 def as_html(report: Report) -> str:
-    """A report as HTML.
-
-    Args:
-        report: Any.
-
-    Returns:
-        A `<div>` with the words and numbers of the report's text.
-    """
+    """A report as an HTML `<div>` with the words and numbers of the report's text."""
     groups = [tuple(group) for _, group in groupby(report.parts, type)]
     parts = "".join(_parts(group) for group in groups)
     return (
@@ -137,7 +130,7 @@ def _whole(listing: Listing) -> str:
 
 
 def _share(share: Share, colour: str) -> str:
-    """A cell that is filled as far as the share, in the colour that the whole has it in."""
+    """A cell that is filled in proportion to a share, in the colour of the share in the bar of the whole."""
     width = max(1.4 * _percent(share), 1) if share > 0 else 0
     box = f"width:{width:.1f}px;height:10px;margin-top:5px;background:{colour}"
     return _cell(f'<div style="{box}"></div>', "min-width:140px")
@@ -160,7 +153,7 @@ def _gauge(gauge: Gauge) -> str:
 
 
 def _bar(bar: Bar, limit: float | None, whole: float) -> str:
-    """The bar, paler to the end of its interval, red beyond the limit, where the track ends."""
+    """A bar on its track, paler to the end of its interval, red beyond the limit, where the track ends."""
     end = whole if limit is None else limit
     colour = _TONES[bar.tone]
     likely, most = min(bar.size, end), min(max(bar.high or 0, bar.size), end)

@@ -33,7 +33,7 @@ class Remark:
     """A sentence that may be long: "note: …"."""
 
     kind: str
-    """What stands before the colon; "" for a sentence of its own."""
+    """Text before the colon; "" for a sentence of its own."""
     text: str
 
 
@@ -42,7 +42,7 @@ class Listing:
     """A table."""
 
     title: str = ""
-    """A line above it; "" for none."""
+    """A line above the table; "" for none."""
     line: str
     """Format of a line of text, with a replacement field for each cell; ">" in it aligns the column to the
     right."""
@@ -60,7 +60,7 @@ class Tone(StrEnum):
 
     NEUTRAL = "neutral"
     PREDICTED = "predicted"
-    """Beside a measured one."""
+    """A predicted quantity beside a measured one."""
     FITS = "fits"
     TIGHT = "tight"
 
@@ -73,9 +73,9 @@ class Bar:
     text: str
     """The quantity for a reader."""
     size: float
-    """In the unit of its gauge, such as bytes."""
+    """The quantity in the unit of the gauge, such as bytes."""
     high: float | None = None
-    """Upper end of its interval."""
+    """Upper end of the interval; None without one."""
     tone: Tone = Tone.NEUTRAL
 
 
@@ -102,27 +102,12 @@ class Report:
 
 
 def as_text(report: Report) -> str:
-    """A report as lines of text.
-
-    Args:
-        report: Any.
-
-    Returns:
-        The heading, and below it, indented, the parts.
-    """
+    """A report as lines of text: the heading, and below it, indented, the parts."""
     return "\n".join([report.heading, *part_lines(report.parts, report.label_cells)])
 
 
 def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
-    """Lines of parts of a report.
-
-    Args:
-        parts: In order.
-        label_cells: Width of the labels of rows.
-
-    Yields:
-        Lines, indented by two spaces or more.
-    """
+    """Lines of parts of a report, indented by two spaces or more."""
     for part in parts:
         match part:
             case Row():

@@ -34,14 +34,7 @@ class _Compared(Protocol):
 
 
 def predicted_beside_measured(compared: _Compared) -> Listing:
-    """A table for a reader: peaks and step time, predicted, measured, and how far apart.
-
-    Args:
-        compared: Of a CPU, where the three peaks are one, or of a GPU.
-
-    Returns:
-        The table.
-    """
+    """A table of peaks and step time: predicted, measured, and how far apart. On a CPU there is one peak."""
     rows = [
         (name, _bytes(predicted), _bytes(measured), _error(predicted, measured))
         for name, predicted, measured in _peaks(compared)
@@ -56,12 +49,7 @@ def predicted_beside_measured(compared: _Compared) -> Listing:
 def gauges(compared: _Compared, budget_bytes: int | None = None) -> Iterator[Gauge]:
     """The largest peak and the step time as bars, predicted above measured, as far as both are known.
 
-    Args:
-        compared: As in `predicted_beside_measured`.
-        budget_bytes: The limit of the peak; None for none.
-
-    Yields:
-        At most two gauges.
+    `budget_bytes` is the limit of the peak; None for none.
     """
     _, predicted, measured = _peaks(compared)[-1]
     if predicted is not None and measured is not None:

@@ -36,7 +36,7 @@ def plan_report(plan: Plan) -> Report:
 
 
 def _origin_of_budget(plan: Plan) -> str:
-    """What a budget is that was not given in bytes: " (50% of the baseline)"."""
+    """The origin of a budget that was not given in bytes: " (50% of the baseline)"."""
     asked = plan.asked.budget
     if asked is None:
         less = " minus 5%" if plan.device_kind == "cuda" else ""
@@ -106,7 +106,7 @@ _NAMED = 3
 
 
 def _uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
-    """One block, in which those with the same reason, "WHAT: REASON", share a line."""
+    """Rows on what is uncertain, one for all items "WHAT: REASON" with the same reason."""
     by_reason: dict[str, list[str]] = {}
     for item in items:
         what, _, reason = item.partition(": ")
@@ -208,7 +208,7 @@ def _module_listing(estimate: Estimate) -> Iterator[Listing]:
 def _module_rows(
     children: Mapping[str, Sequence[ModuleShare]], parent: str, least_bytes: float
 ) -> Iterator[tuple[str, str]]:
-    """Rows below one module. More than two numbered siblings of a class are one row, which is not opened."""
+    """Rows below one module; more than two numbered siblings of a class are one row without rows below it."""
     alike: dict[str, list[ModuleShare]] = {}
     for share in children.get(parent, ()):
         name = _parent_and_name(share)[1]
@@ -341,7 +341,7 @@ def _unit_words(described: str) -> str:
 
 
 def _probability(value: float) -> str:
-    """In percent: "0.4%", "under 0.1%"."""
+    """A probability in percent: "0.4%", "under 0.1%" or "12%", as its size permits."""
     return "under 0.1%" if value < 0.001 else f"{value:.1%}" if value < 0.095 else f"{value:.0%}"
 
 

@@ -22,14 +22,9 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def training_text(result: TrainingResult, plain: TrainingResult | None = None) -> str:
-    """Text of a training result.
+    """Text of a training run: predicted beside measured, losses, and the run directory.
 
-    Args:
-        result: The run.
-        plain: The same job trained without a plan from the same seed, if that was run.
-
-    Returns:
-        Some lines: predicted beside measured, losses, the run directory.
+    `plain` is the same job trained without a plan from the same seed, if that was run.
     """
     return "\n".join(_lines(result, plain))
 

@@ -19,7 +19,7 @@ from brimful.display import PrintedResult
 
 
 def _holds(comparison: Comparison) -> bool | None:
-    """None for a comparison that was not made."""
+    """Whether a comparison holds; None if it was not made."""
     return None if comparison.why_not_compared else comparison.holds
 
 

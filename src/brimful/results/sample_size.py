@@ -24,14 +24,9 @@ class SampleSize:
 
 
 def larger_entries(found: Sequence[SampleSize], than: Sequence[SampleSize]) -> tuple[SampleSize, ...]:
-    """The entries that have more elements for each sample than others of the same names.
+    """The entries of `found` that have more elements for each sample than those of the same names in `than`.
 
-    Args:
-        found: Sizes of a batch.
-        than: Sizes of another; entries that only one of the two has are not compared.
-
-    Returns:
-        Those of `found`, in its order.
+    Entries that only one of the two has are not compared.
     """
     others = {size.name: size.elements for size in than}
     return tuple(size for size in found if size.elements > others.get(size.name, size.elements))
@@ -40,12 +35,7 @@ def larger_entries(found: Sequence[SampleSize], than: Sequence[SampleSize]) -> t
 def describe_growth(low: Sequence[SampleSize], high: Sequence[SampleSize]) -> tuple[str, str, str] | None:
     """Where two batches differ most, with both values: ("dimension 1 of batch", "8", "200").
 
-    Args:
-        low: Sizes of a batch.
-        high: Sizes of a larger one.
-
-    Returns:
-        The place and the two numbers; None if no entry of `high` is larger.
+    The result is None if no entry of `high` is larger.
     """
     larger = larger_entries(high, low)
     if not larger:

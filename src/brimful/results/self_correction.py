@@ -17,8 +17,8 @@ LARGEST_TIME_FACTOR = 20.0
 """Measured time of a step over the predicted one, or the reverse, beyond which the two are not of the same
 step. A choice: far beyond the spread of times on any device (`cost.uncertainty`)."""
 LARGEST_PEAK_FACTOR = 2.0
-"""The same of peak memory. A choice: 54 public GPU runs measured 0.91 to 1.21 of what was predicted
-(benchmarks/results/gpu_truth.json)."""
+"""Like `LARGEST_TIME_FACTOR`, for peak memory. A choice: 54 public GPU runs measured 0.91 to 1.21 of what was
+predicted (benchmarks/results/gpu_truth.json)."""
 
 TimeFactor = Annotated[float, Meta(ge=1 / LARGEST_TIME_FACTOR, le=LARGEST_TIME_FACTOR)]
 PeakFactor = Annotated[float, Meta(ge=1 / LARGEST_PEAK_FACTOR, le=LARGEST_PEAK_FACTOR)]
@@ -27,7 +27,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCalibration:
-    """By what predictions for one kind of job on one device are multiplied: what a training run measured."""
+    """Factors for predictions for one kind of job on one device, as a training run measured them."""
 
     device: _Name
     """Name of the device, of this machine."""

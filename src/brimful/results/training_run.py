@@ -144,11 +144,8 @@ class DataLoading:
         batches in the time in which each of them reads one, so reading takes n · (step + waiting). To deliver a
         batch in the time of a step, reading / step workers are needed, less the waiting that is acceptable.
 
-        Args:
-            steps: Records in order. The first step of each epoch is ignored, because workers start in it.
-
-        Returns:
-            At least 1; None without a DataLoader, if training hardly waited, or with too few steps.
+        The number is at least 1; None without a DataLoader, if training hardly waited, or with too few steps.
+        The first step of each epoch is ignored, because workers start in it.
         """
         steady = steady_steps(steps)
         if self.workers is None or not steady or waiting_fraction(steady) < WAITING_FRACTION:

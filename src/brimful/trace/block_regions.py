@@ -11,10 +11,10 @@ from typing import NamedTuple
 from brimful.trace.records import Event, EventKind, Op, Phase, Trace
 
 OUTSIDE = -1
-"""In the place of a block: what belongs to none."""
+"""Index in place of a block's, for what belongs to no block."""
 
 _HOST_LINK = "brimful."
-"""How the names of ops begin that move an offloaded block's tensors while another block runs."""
+"""Prefix of the names of ops that move an offloaded block's tensors while another block runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class ShortRow:
     """The blocks that a short step ran, and those that it did not run."""
 
     blocks: tuple[str, ...]
-    """Those that ran, in the order of their forwards."""
+    """The blocks that ran, in the order of their forwards."""
     omitted: Mapping[int, tuple[str, ...]]
-    """By the index of a block that ran: those after it that do the same and did not run, in order."""
+    """By the index of a block that ran: the blocks after it that do the same and did not run, in order."""
     reach: int
     """How many blocks away what a block refers to may be: fewer than run at either end of a row."""
     placeholders: frozenset[str]
@@ -42,11 +42,11 @@ class Region(NamedTuple):
     stop: int
     block: int
     number: int
-    """Of the pass."""
+    """Number of the pass."""
 
 
 StorageNumber = tuple[int, int]
-"""Of a storage in the region that allocates it: the op, counted in the region, and how many that op allocated
+"""A storage in the region that allocates it: the op, counted in the region, and how many that op allocated
 before. The first of all blocks may allocate one more, such as a library's workspace."""
 
 

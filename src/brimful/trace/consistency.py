@@ -12,7 +12,7 @@ from brimful.settings import Span
 from brimful.trace.records import EventKind, Phase, Trace
 
 _MOST_BYTES = 1 << 62
-"""Of all storages together: beyond any device, and rounded up they still fit 64 bits."""
+"""Most bytes of all storages together: beyond any device, and rounded up they still fit 64 bits."""
 
 
 def find_inconsistency(trace: Trace) -> str | None:

@@ -23,7 +23,7 @@ from brimful.trace.records import Category, Event, EventKind, Phase, Storage, Tr
 from brimful.trace.zero import of_one_zero_rank
 
 BUCKET_BYTES = 25 * MIB
-"""Of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
+"""Bytes of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
 
 FIRST_BUCKET_BYTES = 1 * MIB
 """torch.distributed._DEFAULT_FIRST_BUCKET_BYTES: small, so that averaging begins early."""
@@ -32,14 +32,10 @@ BUCKET = "DDP bucket"
 
 
 def per_rank_trace(trace: Trace) -> Trace:
-    """A step as one of its ranks takes it.
+    """The step of one rank, from a trace whose settings divide the step among ranks.
 
-    Args:
-        trace: The step as one process takes it alone; its settings say among how many it is divided.
-
-    Returns:
-        The same where it is not divided, or captured so; under DDP with the buckets that stay, and gradients
-        that end in them.
+    A trace of one rank, or one captured as a rank takes it, is returned as it is. Under DDP the buckets that
+    stay are added, and gradients end in them.
     """
     if trace.settings.world_size == 1 or trace.settings.parallelism is Parallelism.FSDP2:
         return trace
@@ -106,7 +102,7 @@ def _ending_in_buckets(trace: Trace, gradients: set[int]) -> Iterator[Event]:
 
 
 def _parted(waiting: Sequence[tuple[int, int]], op: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Those that wait for a later op, and those whose op is done once `op` begins."""
+    """Gradients that wait for a later op, and those whose op is done once `op` begins."""
     if not waiting or waiting[0][0] >= op:
         return list(waiting), []
     return [each for each in waiting if each[0] >= op], [each for each in waiting if each[0] < op]

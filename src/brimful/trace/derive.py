@@ -17,14 +17,10 @@ from brimful.trace.scaling import TraceLine
 
 
 def with_one_micro_batch(trace: Trace) -> Trace:
-    """A step of one micro-batch, from the capture of a step of two.
+    """A step of one micro-batch, from the capture of one step of two.
 
-    Args:
-        trace: Of one step.
-
-    Returns:
-        The trace without the forward and backward of the second, and what they make. What the weighting of the
-        first one's loss takes, a few scalars, stays.
+    The forward and backward of the second, and what they make, are removed. What the weighting of the first
+    one's loss takes, a few scalars, stays.
     """
     is_dropped = [op.micro_batch > 0 and op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in trace.ops]
     index, ops = [], []
@@ -107,7 +103,7 @@ def _events_again(
 
 
 def _replaced_by_forward(trace: Trace, left: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """What forwards make in the place of what the step before left, and that.
+    """Pairs of a storage that a forward makes and the one of the step before whose place it takes.
 
     A module may set an attribute in each forward, such as a weight under weight normalisation, and again where
     it is recomputed. What the last micro-batch left is replaced in the first of the next step.
@@ -137,13 +133,9 @@ def _attribute_key(trace: Trace, storage: int) -> Hashable:
 class Counterparts:
     """Derives a trace with recomputed units at other micro-batch sizes, from a capture at one.
 
-    What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
-    everything kept, which was captured at two sizes. Only copies of buffers are added, whose size does not
-    depend on the micro-batch.
-
-    Args:
-        trace: At the smaller size of `kept`, with units recomputed.
-        kept: The same step with everything kept, at any size.
+    What a recomputation runs, the forward ran too. So each op of `trace`, captured at the smaller size of
+    `kept`, is like one of the step with everything kept, which was captured at two sizes. Only copies of
+    buffers are added, whose size does not depend on the micro-batch.
     """
 
     def __init__(self, trace: Trace, kept: TraceLine) -> None:
@@ -194,7 +186,7 @@ def _op_key(op: Op) -> tuple[str, int, int, int]:
 
 
 def _op_keys(trace: Trace) -> list[_Keys]:
-    """Of each op the key, and one that has its problem size and place in its module too.
+    """For each op its key, and a finer key that has its problem size and place in its module too.
 
     Products of several shapes may have the same work at one size. But what the model runs between its modules
     does not belong to the same one when it is recomputed.
@@ -211,7 +203,7 @@ def _op_keys(trace: Trace) -> list[_Keys]:
 
 
 def _storage_keys(trace: Trace) -> Iterator[_Keys]:
-    """The same of each storage: those of the op that makes it, and which of that op's results it is."""
+    """For each storage the keys of the op that makes it, with sizes and which of that op's results it is."""
     ops = _op_keys(trace)
     results: Counter[int] = Counter()
     for storage in trace.storages:
@@ -236,11 +228,11 @@ def _copies_of_buffers(kept: TraceLine) -> set[tuple[str, int, int, int]]:
 
 
 _CONSTANT = -1
-"""In the place of an index: like nothing known, and the same at all sizes."""
+"""Index in place of a counterpart's, for what has none and is the same at all sizes."""
 
 
 _Keys = tuple[Hashable, Hashable]
-"""What must be alike in counterparts, and what decides among several that grow differently."""
+"""The key that counterparts share, and the finer one that decides among several that grow differently."""
 
 
 def _counterparts(

@@ -13,11 +13,9 @@ BEFORE, _WITHIN, AFTER = range(3)
 
 
 class TraceEdit:
-    """Collects changes of a trace.
+    """Collects changes of a trace, which itself stays as it is.
 
-    Args:
-        trace: The trace, which is not changed.
-        maker: Label of added storages.
+    The labels of added storages begin with `maker`.
     """
 
     def __init__(self, trace: Trace, maker: str) -> None:

@@ -33,7 +33,7 @@ class Convolution(NamedTuple):
     kernel: int
     """Elements of the filter per pair of channels: 9 of 3 × 3."""
     stride: int
-    """Product over the dimensions."""
+    """Product of the strides over the dimensions."""
     in_positions: int
     """Height × width of the input."""
     out_positions: int
@@ -51,7 +51,7 @@ class Attention(NamedTuple):
     """Fused attention."""
 
     heads: int
-    """Of all samples."""
+    """Heads of all samples together."""
     queries: int
     keys: int
     head_size: int
@@ -78,7 +78,7 @@ class Strided(NamedTuple):
     """A pointwise op that computes the place of each element, as an operand is broadcast or not contiguous."""
 
     elements: int
-    """Of the result."""
+    """Elements of the result."""
     tensors: int
     """Operands and the result."""
 
@@ -94,17 +94,10 @@ _KINDS: dict[int, type[Extents]] = {
     2: Strided,
     1: Copy,
 }
-"""By how many numbers they have; traces of earlier versions have products without the layouts."""
+"""Records by how many numbers they have; traces of earlier versions have products without the layouts."""
 
 
 def extents_of(numbers: tuple[int, ...]) -> Extents | None:
-    """The record of an op's problem size.
-
-    Args:
-        numbers: `Op.extents`.
-
-    Returns:
-        None for an op whose FLOPs and bytes alone decide its speed.
-    """
+    """The record of `Op.extents`; None for an op whose FLOPs and bytes alone decide its speed."""
     kind = _KINDS.get(len(numbers))
     return None if kind is None else kind(*numbers)

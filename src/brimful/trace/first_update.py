@@ -13,15 +13,11 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
     """The allocations of a trace in the order in which training makes them.
 
     Optimizer state moves from setup to the update of the first step, to where the same op of the optimizer made
-    it. The gradients and temporaries with which setup made it are removed, and state that is freed before
-    then. Ops do not change.
+    it. The gradients and temporaries with which setup made it are removed, and state that is freed before then.
+    Ops do not change.
 
-    Args:
-        trace: Of two steps or more, the first of which may be a steady one.
-
-    Returns:
-        The trace itself where setup has no ops, where gradients are consumed in backward, or where DeepSpeed
-        trains, which creates state first.
+    The trace has two steps or more, the first of which may be a steady one. It is returned as it is where setup
+    has no ops, where gradients are consumed in backward, or where DeepSpeed trains, which creates state first.
     """
     settings = trace.settings
     setup = _setup_of_state(trace)

@@ -33,14 +33,9 @@ def is_sized_by_gpu(memory: Memory) -> bool:
 
 
 def size_on(memory: Memory, device: Device) -> tuple[int, Kernel | None]:
-    """The size on a GPU, and the kernel that decides it.
+    """The size in bytes on a GPU, and the kernel with that GPU's properties; None if no kernel decides it.
 
-    Args:
-        memory: Captured for any GPU that runs the same ops.
-        device: The GPU.
-
-    Returns:
-        Bytes, and the kernel with that GPU's properties; None if none decides.
+    The memory may be captured for any GPU that runs the same ops.
     """
     if memory.kernel is None:
         is_workspace = memory.label == CUBLAS_WORKSPACE

@@ -67,18 +67,10 @@ def reduction_kernels(
     *,
     is_variance: bool = False,
 ) -> tuple[Kernel, Kernel]:
-    """Staging and semaphores of a reduction.
+    """Memory of a reduction's staging and semaphores; of 0 bytes where one block finishes each result.
 
-    Args:
-        shape: Of what is reduced.
-        strides: Its strides, in elements.
-        dims: Those added up; None or none means all.
-        multiprocessors: Of the GPU.
-        threads_per_multiprocessor: The most resident at once.
-        is_variance: Whether it follows mean and variance rather than a sum.
-
-    Returns:
-        Two kernels' memory; of 0 bytes where one block finishes each result.
+    `strides` are in elements; `dims` are the dimensions to reduce, None or none for all; `is_variance` is
+    whether mean and variance are computed rather than a sum.
     """
     ndim = len(shape)
     reduced = {dim % ndim for dim in dims} if dims else set(range(ndim))
@@ -225,7 +217,7 @@ _MANY_ROWS = 65536
 _ROWS_PER_PART = 32
 _COLUMNS_PER_BLOCK = 32
 _MOST_PARTS = 32768
-"""Source of these four: torch aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+"""Source of this and the three constants above: torch aten/src/ATen/native/cuda/layer_norm_kernel.cu,
 LaunchGammaBetaBackwardCUDAKernel."""
 
 

@@ -18,19 +18,14 @@ INPUT_OP_KINDS = frozenset(
 other layers hold, at the price of a copy. Autocast may cast those first."""
 
 INPUT_MODULES = frozenset({f"ConvTranspose{n}d" for n in (1, 2, 3)} | {"Upsample", "AvgPool2d", "AvgPool3d"})
-"""Classes of modules that run one of those functions. An upward convolution is among them: in U-Nets it
-computes little beside the convolutions that follow."""
+"""Classes of modules that run a function in `transforms.input_ops`. An upward convolution is among them: in
+U-Nets it computes little beside the convolutions that follow."""
 
 
 def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
-    """Which unit each op belongs to.
+    """By op, the index of its unit; -1 if it is in none, as ops of the loss and the optimizer are.
 
-    Args:
-        trace: Has the ops.
-        units: Paths and runs, none inside another; with the ops that make their input or without.
-
-    Returns:
-        By op, the index of its unit; -1 if it is in none, as those of the loss and the optimizer.
+    `units` are paths and runs, none inside another; with the ops that make their input or without.
     """
     units, children = tuple(units), children_of(trace)
     unit_of = {path: index for index, unit in enumerate(units) for path in paths_of(unit, children)}
@@ -67,11 +62,7 @@ def _input_ops(trace: Trace, owner: Sequence[int], units: frozenset[int]) -> Ite
 def own_checkpoints(trace: Trace) -> int:
     """Regions of the last captured micro-batch that run again in backward though the settings do not say so.
 
-    Args:
-        trace: Has the ops.
-
-    Returns:
-        How often ops outside of the settings' units begin to run again.
+    A region is counted each time ops outside of the settings' units begin to run again.
     """
     settings = trace.settings
     chunked = _chunked_modules(trace)
@@ -86,17 +77,11 @@ def own_checkpoints(trace: Trace) -> int:
 
 
 def own_checkpointed_units(kept: Trace, units: Sequence[str]) -> frozenset[int]:
-    """Units whose forward runs again in backward although it is kept: the model checkpoints them.
+    """Places of the units whose forward runs again in backward although `kept` keeps every unit.
 
-    Checkpointing begins with a region's first op and stops early, once it has what backward needs. So a unit
-    counts if its first op runs again, and a third of all: not one that only contains a small region.
-
-    Args:
-        kept: A capture that keeps every unit.
-        units: Their names.
-
-    Returns:
-        Their places among `units`.
+    The model checkpoints them. Checkpointing begins with a region's first op and stops early, once it has what
+    backward needs. So a unit counts if its first op runs again, and a third of all: not one that only contains
+    a small region.
     """
     chunked = _chunked_modules(kept)
     forward, again = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)

@@ -38,16 +38,10 @@ Counts = Mapping[str, Sequence[tuple[int, int, int]]]
 
 
 def with_all_blocks(trace: Trace, row: ShortRow, settings: Settings, counts: Counts) -> Trace | None:
-    """The trace of a step with all blocks.
+    """The trace that a capture of the whole step would give; None where the short step does not show that.
 
-    Args:
-        trace: Of one short step, whose optimizer updated the parameters of all blocks.
-        row: Its blocks.
-        settings: Those of the whole step.
-        counts: Of the trace's corrections.
-
-    Returns:
-        What a capture of the whole step is; None where the short one does not show that.
+    `trace` is of one short step, whose optimizer updated the parameters of all blocks; `settings` are those of
+    the whole step.
     """
     try:
         return _Repeating(trace, row).whole(settings, counts)
@@ -60,7 +54,7 @@ class _Piece(NamedTuple):
 
     region: Region
     place: int
-    """Of the block in the whole row; OUTSIDE for none."""
+    """Place of the block in the whole row; OUTSIDE for none."""
     first_op: int
     """Its index in the whole step."""
 

@@ -17,12 +17,7 @@ from brimful.trace.records import Op, Storage, Trace
 class TraceLine:
     """One step at every micro-batch size: the line through the captures at two.
 
-    Args:
-        small: A trace.
-        large: The same job under the same settings at another micro-batch size.
-
-    Raises:
-        UsageError: The two run different ops, or have the same micro-batch size.
+    Traces that run different ops, or have the same micro-batch size, raise UsageError.
     """
 
     def __init__(self, small: Trace, large: Trace) -> None:
@@ -35,18 +30,18 @@ class TraceLine:
             )
         works = [(_work(a), _work(b)) for a, b in zip(small.ops, large.ops, strict=True)]
         self.changing_ops = tuple(i for i, (a, b) in enumerate(works) if a != b)
-        """Indices of those whose work depends on the size."""
+        """Indices of the ops whose work depends on the size."""
         self._works = tuple(works[i] for i in self.changing_ops)
         self.changing_storages = tuple(
             i
             for i, (a, b) in enumerate(zip(small.storages, large.storages, strict=True))
             if (a.size_bytes, a.most_bytes, a.kernel) != (b.size_bytes, b.most_bytes, b.kernel)
         )
-        """Indices of those whose bytes do."""
+        """Indices of the storages whose bytes depend on the size."""
         self._latest: Trace | None = None
 
     def at(self, micro_batch_size: int) -> Trace:
-        """The trace at a size; see `Trace.at_micro_batch_size`."""
+        """The trace at a micro-batch size; see `Trace.at_micro_batch_size`."""
         if self._latest is None or self._latest.settings.micro_batch_size != micro_batch_size:
             self._latest = self._at(micro_batch_size)
         return self._latest

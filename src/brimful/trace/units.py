@@ -27,18 +27,12 @@ LEAST_RETURNED_SHARE = 1 / 10
 
 
 def find_units(trace: Trace) -> tuple[str, ...]:
-    """Units of the model, in the order in which their forwards begin.
+    """Units of the model, from a capture without recomputation, in the order in which their forwards begin.
 
     Starting from the whole model, a part is divided into its children as long as it saves a large share and is
     not one of several alike (the blocks of a transformer or a ResNet) and its children free enough. A plain
-    `Sequential` of small parts is divided into runs instead. No unit begins by changing its input in place, as
-    an in-place ReLU does: there would be nothing left to recompute it from.
-
-    Args:
-        trace: A capture without recomputation.
-
-    Returns:
-        Paths of modules, and runs "parent[first..last]" of a Sequential's children.
+    `Sequential` of small parts is divided into runs "parent[first..last]" instead. No unit begins by changing
+    its input in place, as an in-place ReLU does: there would be nothing left to recompute it from.
     """
     tree = SavedTree(trace)
     units = [unit for unit in _divide(tree, "") if tree.saved_by(unit) >= SMALLEST_SHARE * tree.total_bytes]
@@ -48,13 +42,8 @@ def find_units(trace: Trace) -> tuple[str, ...]:
 def join_input_ops(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     """The units, each together with the ops that make its input where that is large and would be held.
 
-    Args:
-        trace: A capture without recomputation.
-        units: In the order in which their forwards begin.
-
-    Returns:
-        The units, some of them with the ops that make their input; modules that run such ops are not
-        units of their own then.
+    Modules that run such ops are not units of their own then. The trace is a capture without recomputation, the
+    units are in the order in which their forwards begin.
     """
     tree = SavedTree(trace)
     others = [unit for unit in units if tree.classes.get(unit) not in INPUT_MODULES]
@@ -72,13 +61,7 @@ def undivided(trace: Trace, units: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Coarser units: each time those that make up one module are replaced by it.
 
     A part that hands on more than it frees had better be a part of a larger unit, which holds its input only.
-
-    Args:
-        trace: A capture without recomputation.
-        units: In the order in which their forwards begin.
-
-    Yields:
-        The units with one module in the place of its children.
+    The trace is a capture without recomputation, the units are in the order in which their forwards begin.
     """
     tree = SavedTree(trace)
     for parent in dict.fromkeys(unit.rpartition(".")[0] for unit in units):
@@ -93,15 +76,10 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     """Coarser units: two neighbours in a Sequential as one, where much of what they save is what one passes on.
 
     A pair holds its input only. What its first part passes on is one of the results that it may save, or make
-    again by cheap ops, as in a residual network, whose blocks end in an addition.
+    again by cheap ops, as in a residual network, whose blocks end in an addition. No pair saves more than a
+    quarter of the whole, which its recomputation makes at once.
 
-    Args:
-        trace: A capture without recomputation.
-        units: In the order in which their forwards begin.
-
-    Returns:
-        The units, some of them as runs of two. None of those saves more than a quarter of the whole, which its
-        recomputation makes at once.
+    The trace is a capture without recomputation, the units are in the order in which their forwards begin.
     """
     tree = SavedTree(trace)
     found: list[str] = []
@@ -136,16 +114,12 @@ def _input_bytes(trace: Trace, units: Sequence[str]) -> list[int]:
 def divide_unit(trace: Trace, unit: str, *, freeing_inputs: bool = False) -> tuple[str, ...]:
     """Parts that can take the place of a unit: children of it or deeper, or two runs of a Sequential's.
 
-    Args:
-        trace: A capture without recomputation.
-        unit: Path of a module or a run.
-        freeing_inputs: Whether the ops that make a part's input will belong to it, and it is enough if the
-            first of two runs frees much: the second then holds nothing of the first in its own backward.
+    The parts are in the order in which their forwards begin, and at least two free an eighth of the unit or
+    more when they are recomputed; the unit alone if it has none such. A part that frees nothing may be among
+    them: if it is nested, its input is freed. The trace is a capture without recomputation.
 
-    Returns:
-        In the order in which their forwards begin, parts of which at least two free an eighth of the unit or
-        more when they are recomputed; the unit alone if it has none such. A part that frees nothing may be
-        among them: if it is nested, its input is freed.
+    `freeing_inputs` is whether the ops that make a part's input will belong to it, and it is enough if the
+    first of two runs frees much: the second then holds nothing of the first in its own backward.
     """
     tree = SavedTree(trace)
     parts = _parts(trace, tree, module_part(unit), freeing_inputs)
@@ -218,7 +192,7 @@ def _halves(tree: SavedTree, unit: str, needed_bytes: float, input_bytes: int | 
 
 
 def _called_children(tree: SavedTree, path: str) -> list[str]:
-    """Children that run in the forward; of those that are never called, theirs."""
+    """Children that run in the forward, and the children of those that are never called."""
     return [
         called
         for child in tree.children[path]

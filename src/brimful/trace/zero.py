@@ -55,14 +55,7 @@ def zero_options(parallelism: Parallelism, parameter_count: int) -> dict[str, An
     """Section `zero_optimization` of DeepSpeed's configuration: shard as the stage requires, and nothing else.
 
     Parameters of every size are sharded and freed after use, because the predicted memory of a stage assumes
-    it.
-
-    Args:
-        parallelism: ZeRO of stage 1, 2 or 3.
-        parameter_count: Of the whole model.
-
-    Returns:
-        The section.
+    it. `parameter_count` is that of the whole model.
     """
     bucket = bucket_elements(parameter_count)
     return {
@@ -79,13 +72,9 @@ def zero_options(parallelism: Parallelism, parameter_count: int) -> dict[str, An
 
 
 def of_one_zero_rank(trace: Trace) -> Trace:
-    """A step as one of its ranks takes it.
+    """The step of one rank, from the trace of one process whose settings say how it is divided.
 
-    Args:
-        trace: The step as one process takes it alone; its settings say how it is divided, and among how many.
-
-    Returns:
-        The same with what is divided in parts, and with what DeepSpeed makes beside it.
+    What is divided is there in parts, with what DeepSpeed makes beside it.
     """
     division = _Division(trace)
     division.divide_state()

@@ -1,4 +1,4 @@
-"""Saves a run and restores it: checkpoints and weights, none of which contain NaN or infinity."""
+"""Saves a run and restores it: checkpoints and weights, in which all parameters are finite."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from brimful.trainer.storage.weights import AVERAGE
 
 
 class Checkpointer:
-    """Saves the state of a run after its latest step, and restores it.
-
-    Args:
-        config: The configuration of the run.
-        state: The state to save.
-        logger: The records and files of the run.
-    """
+    """Saves the state of a run after its latest step, and restores it."""
 
     def __init__(self, *, config: RunConfig, state: TrainState, logger: RunLogger) -> None:
         self._config = config
@@ -39,11 +33,7 @@ class Checkpointer:
     def restore(self, saved: Save) -> None:
         """Load a checkpoint into the state; the model already has its weights.
 
-        Args:
-            saved: A save of this run.
-
-        Raises:
-            ResumeError: It does not match this optimizer, schedule or loss scaler, or has other rates.
+        Raises ResumeError if it does not match this optimizer, schedule or loss scaler, or has other rates.
         """
         optimizer_state = saved.optimizer_state_for(self._state.optimizer)
         self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
@@ -60,11 +50,8 @@ class Checkpointer:
     def save(self) -> None:
         """Save a checkpoint while training continues, unless this step has one or the weights are not finite.
 
-        If a save fails, this shows it and training continues with the saves before it.
-
-        Raises:
-            SaveError: The first save could not be written.
-            UsageError: The state cannot be loaded without running code.
+        If a save fails, this shows it and training continues with the saves before it; only the first save
+        raises SaveError. Raises UsageError if the state cannot be loaded without running code.
         """
         state, run_dir = self._state, self._config.run_dir
         if run_dir is None:
@@ -94,9 +81,8 @@ class Checkpointer:
     def wait_for_save(self) -> None:
         """Wait until the save under way is on the disk.
 
-        Raises:
-            SaveError: It could not be written; those before it are complete.
-            UsageError: The state cannot be loaded without running code.
+        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
+        cannot be loaded without running code.
         """
         if self._saves is not None:
             try:
@@ -113,9 +99,8 @@ class Checkpointer:
     def save_weights(self) -> None:
         """Write the weights, and their average.
 
-        Raises:
-            NonFiniteError: The weights are NaN or infinite.
-            SaveError: They could not be written; those written before stay.
+        Raises NonFiniteError if the weights are NaN or infinite, SaveError if they cannot be written; the files
+        before them stay.
         """
         state = self._state
         state.ranks.broadcast_buffers(state.model)
@@ -127,13 +112,9 @@ class Checkpointer:
                 self._logger.files.write_weights(state.model, AVERAGE, state.step)
 
     def write_weights(self) -> Path | None:
-        """Write the weights as they are.
+        """Write the weights, unchecked, and return their path; None without a run directory.
 
-        Returns:
-            Their path; None without a run directory.
-
-        Raises:
-            SaveError: They could not be written; those written before stay.
+        Raises SaveError if they cannot be written; the file before them stays.
         """
         run_dir, files = self._config.run_dir, self._logger.files
         if run_dir is not None:
@@ -141,7 +122,7 @@ class Checkpointer:
         return files.weights_path
 
     def earlier_weights(self) -> str:
-        """Describe where the weights of an earlier step are."""
+        """Describe where the latest weights written are."""
         files = self._logger.files
         if files.weights_step is None:
             return "none were saved before"

@@ -102,14 +102,10 @@ class Length:
     """Maximum validations in a row without a lower loss; None without a limit."""
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """Optimizer steps of the whole run.
+        """Optimizer steps of the whole run; None if neither the data nor the options have them.
 
-        Args:
-            steps_per_epoch: None if the data do not report it; then the run may end with its epochs, before
-                this number of steps.
-
-        Returns:
-            The steps; None if neither the data nor the options have them.
+        If `steps_per_epoch` is None, as the data do not report it, the run may end with its epochs, before this
+        number of steps.
         """
         if self.epochs is None or steps_per_epoch is None:
             return self.steps
@@ -138,7 +134,7 @@ class RunConfig:
     """`Job.about` as it is when read back from JSON."""
     plan: Plan | None
     settings: Settings
-    """The settings of the plan, or those given without one."""
+    """The settings of the plan, or those given without a plan."""
     device: torch.device
     """The device of this rank."""
     options: TrainOptions

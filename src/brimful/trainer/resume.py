@@ -29,22 +29,14 @@ class Start:
     settings: Settings
     """The settings to train with: those of the save, or smaller ones that the last launch left."""
     fallback: Recovery | None
-    """Why they are smaller: memory ran out on a rank of the last launch. None if they are not."""
+    """Why `settings` are smaller: memory ran out on a rank of the last launch. None if they are not."""
 
 
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
     """Find the save that a run resumes from, and check that it is of this run; else check that it can start.
 
-    Args:
-        config: The configuration of the run.
-        ranks: All ranks; they call this together.
-
-    Returns:
-        The start of the run.
-
-    Raises:
-        RunDirectoryError: The run directory is not empty or cannot be written to.
-        ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
+    All ranks call this together. Raises RunDirectoryError if the run directory is not empty or cannot be
+    written to, ResumeError if there is no complete checkpoint, or the checkpoints are of another run.
     """
     ranks.barrier()  # the first rank may still be writing the last save of an earlier run
     saved = _newest_save(config, ranks)
@@ -59,17 +51,7 @@ def find_start(config: RunConfig, ranks: Ranks) -> Start:
 
 
 def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: Recovery) -> str:
-    """Store smaller settings for the next launch to resume with.
-
-    Args:
-        config: The configuration of the run.
-        start: The start of this launch.
-        after: The smaller settings.
-        recovery: The record of the failure.
-
-    Returns:
-        A sentence for the error message.
-    """
+    """Store smaller settings for the next launch to resume with; return a sentence for the error message."""
     run_dir = config.run_dir
     if run_dir is None:
         return f"Without a run directory nothing is saved. Train with {after.describe()}."
@@ -81,15 +63,7 @@ def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: R
 
 
 def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
-    """Make the identity of a run: a checkpoint with another identity is of another run.
-
-    Args:
-        config: The configuration of the run.
-        rates: The learning rates and weight decays of its optimizer.
-
-    Returns:
-        The identity to save.
-    """
+    """Make the identity of a run, to save: a checkpoint with another identity is of another run."""
     schedule = config.options.schedule
     return RunIdentity(
         settings=config.settings,
@@ -103,13 +77,7 @@ def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
     """Check that learning rates, weight decays and schedule are those of the save, which would override them.
 
-    Args:
-        config: The configuration of the run.
-        rates: The learning rates and weight decays of its optimizer.
-        saved: The save to resume from.
-
-    Raises:
-        ResumeError: They differ.
+    Raises ResumeError if they differ.
     """
     before, now = saved.checkpoint.run, run_identity(config, rates)
     if (before.rates, before.schedule) != (now.rates, now.schedule):
@@ -178,7 +146,7 @@ def _settings_to_resume(config: RunConfig, saved: Save) -> Settings:
 
 
 def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
-    """The settings that the last launch left, and why; else those of the save."""
+    """The smaller settings that the last launch stored, and why; else the given settings, and None."""
     if config.options.resume and ranks.is_distributed:
         assert config.run_dir is not None
         try:

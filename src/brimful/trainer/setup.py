@@ -55,23 +55,10 @@ class RunContext:
 
 
 def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
-    """Set up a new run, or resume one: its data, model and optimizer.
+    """Set up a new run, or resume one: its data, model and optimizer. All ranks call this together.
 
     The seed determines the data that the job makes, the weights and the random numbers of the batches: all are
-    the same on every rank. From then on each rank draws its own random numbers.
-
-    Args:
-        config: The configuration of the run.
-        ranks: All ranks; they call this together.
-
-    Returns:
-        The parts of the run.
-
-    Raises:
-        UsageError: There is no data, or the data, the model or the loss cannot be used.
-        RunDirectoryError: The run directory is not empty or cannot be written to.
-        ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
-        EquivalenceError: The plan does not compute what the baseline does.
+    the same on every rank. From then on each rank draws its own random numbers. `Trainer.fit` lists the errors.
     """
     start = find_start(config, ranks)
     seed_all(config.options.seed)  # a resumed run has the same data, even if the job draws them at random

@@ -110,13 +110,10 @@ class TrainState:
         )
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Load what `state_dict` returned. Random states are restored once the data are open.
+        """Load what `state_dict` returned, of a run with the same job and settings.
 
-        Args:
-            state: The state of a run with the same job and settings.
-
-        Raises:
-            ResumeError: The optimizers differ, or only one of the two runs has a schedule or loss scaler.
+        Random states are restored once the data are open. Raises ResumeError if the optimizers differ, or if
+        only one of the two runs has a schedule or loss scaler.
         """
         optimizer_class = _class_of(self.optimizer)
         if state.optimizer_class != optimizer_class:
@@ -136,14 +133,9 @@ class TrainState:
 
 
 def whole_model(state: TrainState, run_dir: Path | None) -> nn.Module:
-    """The model of a run with whole tensors to write; every rank must call it.
+    """A module whose `state_dict` has the whole tensors of a run's model, to write; every rank must call it.
 
-    Args:
-        state: The state of the run.
-        run_dir: The run directory, for files of gathered parameters; None gathers no parameters.
-
-    Returns:
-        A module with the `state_dict` to write.
+    Files of gathered parameters are written under `run_dir`; None gathers no parameters.
     """
     folder = run_dir / SAVES if run_dir is not None and state.ranks.is_first else None
     return state.parallel.whole_model(state.model, folder)
@@ -175,21 +167,12 @@ def make_state(
 ) -> TrainState:
     """Shard a model over the ranks, load saved weights into it, and make its optimizer and schedule.
 
-    Args:
-        model: The model on the device, the same on every rank; its parameters may become shards.
-        config: The configuration of the run.
-        start: The start of the run; `load_state_dict` loads the rest of a saved state.
-        ranks: All ranks. Each draws its own random numbers from here on.
-        stream: The batches.
-        total_steps: The length of the run, for the schedule; None if it is not known.
+    `model` is on the device, the same on every rank; its parameters may become shards. Each rank draws its own
+    random numbers from here on. `total_steps` is the length of the run, for the schedule; None if it is not
+    known. `TrainState.load_state_dict` loads the rest of a saved state.
 
-    Returns:
-        The state before the first step.
-
-    Raises:
-        UsageError: The options contradict each other.
-        InfeasibleError: The plan leaves no room in its budget for the average of the weights.
-        ResumeError: The checkpoint is of another model.
+    Raises UsageError if the options contradict each other, InfeasibleError if the plan leaves no room in its
+    budget for the average of the weights, ResumeError if the checkpoint is of another model.
     """
     if ranks.rank:
         seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks

@@ -21,18 +21,10 @@ from brimful.trainer.options import RunConfig
 
 
 def verified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceReport | None:
-    """Verify the plan of a run on the first rank; every rank raises if it fails.
+    """Verify the plan of a run on the first rank, without changing the model; all ranks call this together.
 
-    Args:
-        model: The model to train, on the device; verifying does not change it.
-        config: The configuration of the run.
-        ranks: All ranks; they call this together.
-
-    Returns:
-        The report, on the first rank alone; None if there is nothing to compare.
-
-    Raises:
-        EquivalenceError: The plan does not compute what the baseline does.
+    Returns the report, on the first rank alone; None if there is nothing to compare. Raises EquivalenceError on
+    every rank if the plan does not compute what the baseline does.
     """
     report, failure = None, None
     if ranks.is_first:

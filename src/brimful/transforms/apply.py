@@ -29,7 +29,7 @@ from brimful.transforms.recompute import CarryOut, RecomputedRegion, UnitForward
 from brimful.transforms.segments import Link, links
 
 _CHECKPOINTING_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes of modules: of transformers (5.23) and diffusers (0.42), and of timm (1.0)."""
+"""Attributes that switch on checkpointing in transformers (5.23) and diffusers (0.42), and in timm (1.0)."""
 
 _StandIn = UnitForward | UnitRuns | DeferringLinear | FollowedForward
 
@@ -59,8 +59,8 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     """Put the unit actions of `settings` in force on `model`.
 
     Parameters, buffers, `state_dict` keys, classes and hooks stay as they are. Hooks of a unit fire once per
-    forward, as before; those of modules inside it fire again when it is recomputed. Offloaded are saved tensors
-    on the device of what a unit is given; see `offload.py`.
+    forward, as before; those of modules inside it fire again when it is recomputed. Offloading takes the saved
+    tensors that are on the device of the unit's arguments; see `offload.py`.
 
     Args:
         model: The model the settings were planned for, by itself or wrapped, by `torch.compile` for instance.
@@ -111,13 +111,13 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
 
 
 def _switches_on(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules that checkpoint what is inside them, and the attribute that says so."""
+    """Modules that checkpoint what is inside them, each with the name of the attribute that switches it on."""
     for module in model.modules():
         yield from ((module, name) for name in _CHECKPOINTING_SWITCHES if getattr(module, name, None) is True)
 
 
 def _by_plain_names(settings: Settings, modules: dict[str, nn.Module]) -> Settings:
-    """The same settings where their names have no wrappers in them."""
+    """Settings whose names of units and layers have no wrappers in them."""
 
     def plain(fqn: str) -> str:
         if has_input_ops(fqn):
@@ -136,7 +136,7 @@ def _by_plain_names(settings: Settings, modules: dict[str, nn.Module]) -> Settin
 
 
 def _way(unit: UnitAction, link: Link, schedule: OffloadSchedule | None) -> CarryOut:
-    """In which way a unit's forward is carried out; a kept one too says where copies of others come and go."""
+    """How a unit's forward runs; with a `schedule`, a kept unit too schedules the copies of other units."""
 
     def carry_out(function: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
         if unit.action in (Action.RECOMPUTE, Action.SAVE, Action.NEST):
@@ -149,7 +149,10 @@ def _way(unit: UnitAction, link: Link, schedule: OffloadSchedule | None) -> Carr
 
 
 def _check_offloaded(units: Sequence[UnitAction], modules: dict[str, nn.Module]) -> None:
-    """Copies come and go while the next unit runs, so there must be one, beside the offloaded one."""
+    """Raise `UsageError` if no unit follows an offloaded one, or if it contains another or is inside of one.
+
+    Copies to and from the host overlap with the next unit, so there must be one beside the offloaded one.
+    """
     if units and units[-1].action is Action.OFFLOAD:
         raise UsageError(
             f"unit {units[-1].fqn!r} is offloaded and the last one: what it saved is needed again before a "
@@ -176,13 +179,13 @@ def _paths(fqn: str, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _contains(a: str, b: str) -> bool:
-    """Whether one of two different paths leads to what is inside of the other."""
+    """Whether the module at one of two different paths is inside of the other."""
     outer, inner = sorted((a, b), key=len)
     return not outer or inner == outer or inner.startswith(f"{outer}.")
 
 
 def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.Module, DeferringLinear]:
-    """The layer whose logits are computed in chunks, and what stands in for its forward."""
+    """The layer whose logits are computed in chunks, and the replacement of its forward."""
     layer = unwrapped(modules[chunked.layer]) if chunked.layer in modules else None
     if layer is None:
         hint = "The plan was made for another model."
@@ -210,7 +213,7 @@ def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:
 
 
 def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
-    """Position of a run's first child and of the one behind its last."""
+    """Position of a run's first child, and the position after its last."""
     module = unwrapped(module)
     if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
         raise UsageError(f"unit {fqn!r} is a run of children, but {span.parent!r} is not a plain Sequential.")

@@ -1,10 +1,10 @@
 """Cross-entropy over a large vocabulary, a part of the tokens at a time.
 
 For N tokens, width D and a vocabulary of V, the last linear layer makes logits (N, V), and their cross-entropy
-several tensors as large, most in float32. Here the layer returns `DeferredLogits` instead, which only remember
+several tensors as large, most in float32. Here the layer returns `DeferredLogits` instead, which only hold
 its input (N, D). Reshaped, sliced or cast they stay deferred. Their cross-entropy is computed for one chunk of
-tokens after another, and each chunk's logits are computed again in backward. Whatever else is done to them
-gets real logits, computed then.
+tokens after another, and each chunk's logits are computed again in backward. Any other operation on them
+computes the real logits first.
 
 The sums over tokens are those of the baseline in another order: loss and gradients agree to rounding.
 """
@@ -28,25 +28,16 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 class DeferringLinear:
     """Replaces the `forward` of a linear layer by one that defers it.
 
-    Args:
-        linear: The layer whose `forward` this replaces.
-        chunks: Number of chunks in which the cross-entropy is computed.
+    `chunks` is the number of chunks in which the cross-entropy is computed.
     """
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
         self.forward: Callable[..., Any] = linear.forward
-        """The original, bound."""
+        """The original bound method."""
         self._linear, self._chunks = linear, chunks
 
     def __call__(self, input: Tensor) -> Tensor:
-        """The layer's output, computed when it is used; at once while a graph is compiled.
-
-        Args:
-            input: (..., D).
-
-        Returns:
-            Logits (..., V).
-        """
+        """Logits (..., V) for an input (..., D), computed on first use; at once while a graph is compiled."""
         if torch.compiler.is_compiling():
             logits: Tensor = self.forward(input)
             return logits
@@ -130,10 +121,10 @@ class _Product:
     input: Tensor
     chunks: int
     versions: tuple[int, ...]
-    """Of the input and the weight when the layer was called."""
+    """Versions of the input and the weight when the layer was called."""
     has_gradients: bool
     autocast_dtype: torch.dtype | None
-    """Where the layer was called; it is computed in the same later."""
+    """Autocast's dtype when the layer was called, also for the deferred product; None if no cast applies."""
     casts: tuple[torch.dtype, ...] = ()
 
     @classmethod
@@ -155,7 +146,7 @@ class _Product:
         return self.casts[-1] if self.casts else own
 
     def logits(self) -> Tensor:
-        """(..., V), computed."""
+        """Compute the logits (..., V)."""
         self.check_unchanged()
         with torch.set_grad_enabled(self.has_gradients):
             return self.logits_of(self.input, self.layer.weight, self.layer.bias)
@@ -179,14 +170,14 @@ class _Product:
             )
 
     def of_rows(self, input: Tensor) -> _Product:
-        """The same layer, for other rows of the input."""
+        """The product with the layer for other rows of the input."""
         self.check_unchanged()
         return replace(self, input=input, versions=_versions(input, self.layer.weight))
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What is summed over tokens."""
+    """The terms of the cross-entropy that are summed over tokens."""
 
     product: _Product
     class_weight: Tensor | None
@@ -194,7 +185,7 @@ class _Terms:
     label_smoothing: float
 
     def sum(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """Over some tokens, in float32 at least: in float16 the sum of many overflows."""
+        """Sum of the terms of some tokens, in float32 at least: in float16 the sum of many overflows."""
         logits = self.product.logits_of(input, weight, bias)
         if logits.dtype.itemsize < torch.float32.itemsize:
             logits = logits.float()
@@ -208,7 +199,7 @@ class _Terms:
         )
 
     def count(self, target: Tensor) -> Tensor:
-        """The divisor of the mean."""
+        """The divisor of the mean: the number of tokens not ignored, or the sum of their class weights."""
         is_counted = target != self.ignored
         if self.class_weight is None:
             return is_counted.sum()
@@ -225,19 +216,7 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any, terms: _Terms, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     ) -> Tensor:
-        """Σ over the tokens.
-
-        Args:
-            ctx: Autograd context.
-            terms: What is summed.
-            input: (N, D).
-            weight: (V, D).
-            bias: (V,).
-            target: (N,).
-
-        Returns:
-            A scalar.
-        """
+        """Sum of the terms, a scalar, for input (N, D), weight (V, D), bias (V,) and target (N,)."""
         ctx.save_for_backward(input, weight, bias, target)
         ctx.terms = terms
         used = _cast(weight, terms.product.autocast_dtype)
@@ -247,15 +226,7 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the input, the weight and the bias.
-
-        Args:
-            ctx: Autograd context.
-            grad: A scalar, that of the sum.
-
-        Returns:
-            (N, D), (V, D) and (V,) in the places of those; None where none is wanted.
-        """
+        """Gradients of input (N, D), weight (V, D) and bias (V,), None where not needed; `grad` is a scalar."""
         input, weight, bias, target = ctx.saved_tensors
         terms: _Terms = ctx.terms
         _, needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -331,7 +302,7 @@ def _float(product: _Product, *layout: Any) -> _Product | None:
 
 
 def _cross_entropy(product: _Product, *args: Any, **kwargs: Any) -> Tensor | None:
-    """As `torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
+    """`torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
     given = _CROSS_ENTROPY.bind(None, *args, **kwargs)
     given.apply_defaults()
     target, weight = given.arguments["target"], given.arguments["weight"]
@@ -386,7 +357,7 @@ _METADATA = frozenset(
         ),
     }
 )
-"""Attributes known before the logits are computed."""
+"""Functions that read metadata, which are known before the logits are computed."""
 
 _HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {
     Tensor.view: (_view, frozenset()),
@@ -400,4 +371,4 @@ _HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {
     Tensor.float: (_float, frozenset()),
     F.cross_entropy: (_cross_entropy, frozenset(_CROSS_ENTROPY.parameters)),
 }
-"""By function: what may defer it, and the keywords that it knows."""
+"""By function: what may defer it, and the keyword arguments that this supports."""

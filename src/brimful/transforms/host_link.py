@@ -10,9 +10,9 @@
     send_to_device(hosted, targets)     copies into tensors of the device
 
 On CUDA each direction has a stream of its own, so copies overlap with the computation that was issued after
-them, and those of one direction follow one another. Memory is the computation's: a copy back is allocated from
-its pool, and begins when all that was issued before it has ended. Who drops a source, or a copy back, before
-calling the op that waits lets others write to memory that is still being copied.
+them, and those of one direction follow one another. Device memory belongs to the computation's stream: a copy
+back is allocated from its pool, and begins when all that was issued before it has ended. A caller that drops a
+source, or a copy back, before calling the op that waits lets others write to memory that is still being copied.
 
 Elsewhere the device's memory is the host's, and all are plain copies; so the moments at which memory is held
 and released are the same on a CPU.
@@ -48,10 +48,9 @@ send_to_device = torch.ops.brimful.send_to_device.default
 
 
 def give_back(hosted: Tensor) -> None:
-    """Let another copy to the host have the memory of one that is not needed any more.
+    """Return the memory of `hosted`, a result of `to_host`, for another copy to the host.
 
-    Args:
-        hosted: What `to_host` returned. Copies of it back to the device must have been waited for.
+    All copies of it back to the device must have been waited for.
     """
     memory = _taken.pop(id(hosted), None)
     if memory is not None:
@@ -80,7 +79,7 @@ def _streams(device: torch.device) -> _Streams:
 
 
 def _take_pinned(source: Tensor) -> Tensor:
-    """Pinned memory for a copy of a dense tensor."""
+    """Pinned memory for a copy of a dense tensor, until `give_back`."""
     size_bytes = source.numel() * source.element_size()
     idle = _idle[pinned_bytes(size_bytes)]
     memory = idle.pop() if idle else _new_pinned(pinned_bytes(size_bytes))
@@ -108,7 +107,7 @@ def _to_host_done_cuda(sources: Sequence[Tensor]) -> None:
 
 
 def _to_device_plain(hosted: Tensor, device: torch.device) -> Tensor:
-    """The copy to a CUDA device begins on the host too."""
+    """Copy from the host, also to a CUDA device: the op dispatches by the device of `hosted`."""
     return _to_device_cuda(hosted, device) if device.type == "cuda" else hosted.clone()
 
 

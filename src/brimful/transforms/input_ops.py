@@ -44,23 +44,21 @@ _POOLING: tuple[Any, ...] = (F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, F.avg
 FUNCTIONS: frozenset[Any] = frozenset(
     {torch.cat, torch.concat, torch.concatenate, torch.stack, F.pad, F.interpolate, *_POOLING, *_UPWARDS}
 )
-"""Functions that run again; the ops they run are `trace.modules.INPUT_OP_KINDS`."""
+"""Functions that run again; their ops are `trace.modules.INPUT_OP_KINDS`."""
 
 _running = threading.local()
 
 
 def are_running() -> bool:
-    """Whether this thread makes an input again: ops that do not belong to the unit's own forward."""
+    """Whether this thread is making an input again, by ops that do not belong to the unit's own forward."""
     return getattr(_running, "depth", 0) > 0
 
 
 class Made(Argument):
     """How a tensor was made: a function and its arguments, each held, or made by such a function itself.
 
-    Args:
-        function: One of `FUNCTIONS`.
-        arguments: Positional ones and keywords, with a `Held` or `Made` in the place of each tensor.
-        result: What it returned.
+    `function` is one of `FUNCTIONS`; `arguments` are positional and keyword ones, with a `Held` or `Made` in
+    place of each tensor; `result` is what it returned.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Any, result: Tensor) -> None:
@@ -68,18 +66,18 @@ class Made(Argument):
         self._arguments = arguments
         self._dtype = result.dtype
         self.version = result._version
-        """Of the result, when it was made."""
+        """Version of the result when it was made."""
 
     def read(self) -> Tensor:
         """The tensor, made again and without history."""
         return self.again().detach()
 
     def take(self) -> Tensor:
-        """The same."""
+        """The tensor, as `read` returns it."""
         return self.read()
 
     def again(self) -> Tensor:
-        """Run the function again; nothing of it is saved for backward."""
+        """Run the function again; nothing is saved for backward, as its arguments have no history."""
         args, kwargs = map_leaves(self._arguments, Argument, methodcaller("read"), into_objects=False)
         result: Tensor = self._function(*args, **kwargs)
         if result.dtype is not self._dtype:
@@ -92,12 +90,7 @@ class Made(Argument):
 
 
 class Derived(Argument):
-    """An argument of a unit that is not held but made again.
-
-    Args:
-        made: How.
-        requires_grad: As it did in the forward.
-    """
+    """An argument of a unit that is not held but made again; `requires_grad` is as in the forward."""
 
     def __init__(self, made: Made, *, requires_grad: bool) -> None:
         self._made = made
@@ -112,12 +105,12 @@ class Derived(Argument):
             _running.depth -= 1
 
     def take(self) -> Tensor:
-        """The same."""
+        """The tensor, as `read` returns it."""
         return self.read()
 
 
 class InputOps:
-    """How tensors of the current forward were made, as long as they exist. A copy of it is empty."""
+    """How tensors of the current forward were made, as long as they exist. A copy of this object is empty."""
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
@@ -132,26 +125,24 @@ class InputOps:
             yield
 
     def remember(self, result: Tensor, made: Made) -> None:
-        """Note how a tensor was made."""
+        """Record how a tensor was made."""
         self._made[result] = made
 
     def derived(self, tensor: Tensor) -> Derived | None:
-        """What stands for a tensor that was made by `FUNCTIONS`; None for any other."""
+        """What replaces a tensor that was made by `FUNCTIONS`; None for any other."""
         made = self.made(tensor)
         return None if made is None else Derived(made, requires_grad=tensor.requires_grad)
 
     def made(self, tensor: Tensor) -> Made | None:
-        """How a tensor was made, if nothing has written to it since."""
+        """How a tensor was made; None if it is not known, or if something has written to the tensor since."""
         made: Made | None = self._made.get(tensor)
         return None if made is None or made.version != tensor._version else made
 
 
 class FollowedForward:
-    """Stands in for a model's `forward` and follows the functions that it calls between its modules.
+    """Replaces the whole model's `forward` and follows the functions that it calls between its modules.
 
-    Args:
-        model: The whole model.
-        input_ops: Learns how tensors are made.
+    `input_ops` records how tensors are made.
     """
 
     def __init__(self, model: nn.Module, input_ops: InputOps) -> None:
@@ -161,7 +152,7 @@ class FollowedForward:
         self._input_ops = input_ops
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward, which returns the same."""
+        """Call the forward; with gradients enabled, follow its functions."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         return self._followed(*args, **kwargs)

@@ -33,18 +33,14 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 class AppliedFormat:
     """A memory format in force on a model until `remove`.
 
-    Args:
-        model: Its parameters and buffers are converted in place, with their gradients.
-        memory_format: None converts nothing.
-
-    Raises:
-        UsageError: A tensor that is to be converted is divided among ranks, or in the buckets of DDP.
+    Parameters, buffers and gradients are converted in place; a format of None converts nothing. Raises
+    `UsageError` if a tensor to convert is divided among ranks, or in the buckets of DDP.
     """
 
     def __init__(self, model: nn.Module, memory_format: MemoryFormat | None) -> None:
         self._memory_format = memory_format
         self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
-        """Of each tensor that was converted, how it lay before."""
+        """Each tensor that was converted, with its strides before."""
         self._optimizer: Optimizer | None = None
         self._stop_following: Callable[[], None] = lambda: None
         if memory_format is None:
@@ -58,11 +54,7 @@ class AppliedFormat:
     def follow(self, optimizer: Optimizer) -> None:
         """Convert the optimizer's state with the parameters, now and whenever state is loaded.
 
-        Args:
-            optimizer: Over parameters of the model.
-
-        Raises:
-            UsageError: It cannot update parameters in this format.
+        Raises `UsageError` if the optimizer cannot update parameters in this format.
         """
         if self._memory_format is None:
             return
@@ -90,7 +82,7 @@ class AppliedFormat:
 def apply_memory_format(
     model: nn.Module, settings: Settings, optimizer: Optimizer | None = None
 ) -> AppliedFormat:
-    """Convert a model to the memory format of `settings`.
+    """Convert a model to the memory format of `settings`; `remove` of the result undoes it.
 
     Tensors that share memory with others of the model stay as they are.
 
@@ -131,15 +123,9 @@ def batch_in_format(
     memory_format: MemoryFormat | None,
     converted: Callable[[str, Tensor], None] = lambda _path, _tensor: None,
 ) -> Batch:
-    """A batch whose tensors are in a memory format.
+    """A copy of a batch on the device whose tensors are in a memory format; None returns the batch itself.
 
-    Args:
-        batch: On the device; it stays as it is.
-        memory_format: See `in_memory_format`; None returns the batch.
-        converted: Called with the path and the result of each tensor that is copied.
-
-    Returns:
-        The same nested structure.
+    `converted` is called with the path and the result of each tensor that is copied.
     """
     if memory_format is None:
         return batch
@@ -156,13 +142,10 @@ def batch_in_format(
 
 @torch.no_grad()
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Lay out the state of each 4-d and 5-d parameter as the parameter is.
+    """Lay out the optimizer's state of each 4-d and 5-d parameter as the parameter is.
 
-    Args:
-        optimizer: Its state of a parameter's shape is converted in place of the entry.
-
-    Raises:
-        UsageError: The state is quantized in blocks of numbers that lie side by side.
+    Entries of the parameter's shape are replaced in the state. Raises `UsageError` if the state is quantized in
+    blocks of adjacent numbers.
     """
     for parameter, state in list(optimizer.state.items()):
         if not (isinstance(parameter, Tensor) and isinstance(state, dict) and _may_be_converted(parameter)):
@@ -206,7 +189,7 @@ def _check_convertible(model: nn.Module, found: list[Tensor], memory_format: Mem
 
 
 def _convertible(model: nn.Module) -> Iterator[Tensor]:
-    """4-d and 5-d parameters and buffers that are alone in their memory."""
+    """4-d and 5-d parameters and buffers that share their memory with no other tensor of the model."""
     found = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
     tensors = [each for each in found if not nn.parameter.is_lazy(each) and not is_wrapper_tensor(each)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
@@ -227,7 +210,7 @@ def _may_be_converted(tensor: Tensor) -> bool:
 
 
 def _is_laid_out(tensor: Tensor, memory_format: MemoryFormat) -> bool:
-    """Whether converting it would return it; by strides, so that size 1 counts as torch's kernels count it."""
+    """Whether converting a tensor would return it; by strides, so that size 1 counts as in torch's kernels."""
     like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
     return in_memory_format(like, memory_format) is like
 
@@ -241,13 +224,13 @@ def _lay_out(tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> None:
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A copy with other strides."""
+    """A copy of a tensor with other strides."""
     made = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
 
 
 def _lies_otherwise(value: Any, parameter: Tensor) -> bool:
-    """Whether state has a parameter's shape and other strides."""
+    """Whether an entry of the state has a parameter's shape and other strides."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
         return False
     return value.stride() != parameter.stride() and not has_gaps(parameter)

@@ -56,9 +56,8 @@ class OffloadSchedule:
     def forward_ends(self, results: list[Tensor], parcel: _Parcel | None) -> None:
         """Free what the previous unit offloaded, offload this unit's saved tensors, and schedule their return.
 
-        Args:
-            results: Tensors that the unit returns.
-            parcel: Saved tensors to offload; None if there are none.
+        `results` are the tensors that the unit returns; `parcel` has the saved tensors to offload, None if
+        there are none.
         """
         before = None if self._leaving is None else self._leaving()
         if before is not None:
@@ -71,14 +70,7 @@ class OffloadSchedule:
 
 
 class ScheduledUnit:
-    """Runs a unit's forward and maintains the offload schedule.
-
-    Args:
-        function: The unit's forward.
-        modules: Modules that it calls.
-        schedule: The schedule of the model.
-        unit: The plan's action for the unit.
-    """
+    """Runs a unit's forward and maintains the model's offload schedule."""
 
     def __init__(
         self,
@@ -112,14 +104,11 @@ class ScheduledUnit:
 def _when_backward_begins(
     results: Iterable[Tensor], own: weakref.ref[_Parcel] | None, before: weakref.ref[_Parcel] | None
 ) -> None:
-    """When the backward of a unit begins, its copies must be there, and those of the unit before are fetched.
+    """When a unit's backward begins, wait for its copies back, and begin those of the unit before.
 
-    A node of autograd is there as long as the graph, so it must hold no copies itself.
-
-    Args:
-        results: What the unit returned; the first of the nodes that made them begins its backward.
-        own: What it sent to the host.
-        before: What the unit before sent.
+    `results` are the unit's outputs: the first backward of their autograd nodes begins the unit's. `own` is the
+    unit's parcel, `before` that of the unit before. They are weak references because a node lives as long as
+    the graph, so it must hold no copies itself.
     """
     if own is None and before is None:
         return
@@ -144,7 +133,7 @@ def _run(
     *,
     most_bytes: int | None,
 ) -> tuple[Any, _Parcel | None]:
-    """Run a unit's forward; what it returned, and what of that which it saved is to leave."""
+    """Run a unit's forward; returns its result, and the saved tensors to offload (None if there are none)."""
     given = list(tensors_in((args, kwargs)))
     saved: list[weakref.ref[_Saved]] = []
 
@@ -164,7 +153,7 @@ def _run(
 
 
 class _Saved:
-    """A tensor that autograd saved: itself, or where it is to be had from."""
+    """A tensor that autograd saved: held itself, or as a view of a storage that is offloaded."""
 
     __slots__ = ("__weakref__", "_geometry", "_item", "_tensor", "_version")
 
@@ -176,13 +165,9 @@ class _Saved:
         self._geometry: tuple[Any, ...] = ()
 
     def tensor(self) -> Tensor:
-        """The tensor as it was saved, on the device.
+        """The tensor as it was saved, on the device; fetched now if nothing fetched it before.
 
-        Returns:
-            The tensor itself, or a view of what was copied back; fetched now if nobody did before.
-
-        Raises:
-            RuntimeError: It has been written to since.
+        Raises `RuntimeError` if it has been written to since.
         """
         if self._tensor is not None:
             self.check_version()
@@ -193,7 +178,7 @@ class _Saved:
         return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(*view)
 
     def can_leave(self, device: torch.device | None, stays: set[int]) -> bool:
-        """Whether it is a plain view of a large storage on the unit's device that nobody else needs."""
+        """Whether the tensor is a plain view of a large storage on the unit's device that is not in `stays`."""
         tensor = self._tensor
         assert tensor is not None
         if tensor.device != device or not _has_storage(tensor) or tensor._version != self._version:
@@ -203,27 +188,26 @@ class _Saved:
         return is_plain and size_bytes >= host.LEAST_OFFLOADED_BYTES and _address(tensor) not in stays
 
     def storage_in(self) -> int:
-        """Where its storage is."""
+        """Address of the tensor's storage."""
         assert self._tensor is not None
         return _address(self._tensor)
 
     def storage_bytes(self) -> int:
-        """Bytes of its storage."""
         assert self._tensor is not None
         return int(self._tensor.untyped_storage().nbytes())
 
     def flat(self) -> Tensor:
-        """Its whole storage."""
+        """The tensor's whole storage, 1-dimensional."""
         assert self._tensor is not None
         count = self._tensor.untyped_storage().nbytes() // self._tensor.element_size()
         return self._tensor.as_strided((count,), (1,), 0).detach()  # a view would hold what it views
 
     def join(self, item: _Item) -> None:
-        """Say with which storage it leaves."""
+        """Set the storage with which the tensor is offloaded."""
         self._item = item
 
     def check_version(self) -> None:
-        """Raise if it has been written to since it was saved."""
+        """Raise `RuntimeError` if the tensor has been written to since it was saved."""
         assert self._tensor is not None
         if self._tensor._version != self._version:
             raise RuntimeError(
@@ -234,11 +218,11 @@ class _Saved:
             )
 
     def is_unchanged(self) -> bool:
-        """Whether nothing has written to it since it was saved."""
+        """Whether nothing has written to the tensor since it was saved."""
         return self._tensor is not None and self._tensor._version == self._version
 
     def let_go(self) -> None:
-        """Leave it to the copy on the host."""
+        """Drop the tensor and keep only the geometry of its view; the copy on the host replaces it."""
         tensor = self._tensor
         assert tensor is not None
         self._geometry = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -246,7 +230,7 @@ class _Saved:
 
 
 class _Item:
-    """One storage that leaves; it lives as long as a saved tensor that views it."""
+    """One storage to offload; it lives as long as a saved tensor that views it."""
 
     def __init__(self, parcel: _Parcel, views: Sequence[_Saved]) -> None:
         self._parcel = parcel
@@ -264,11 +248,11 @@ class _Item:
 
     @property
     def source(self) -> Tensor | None:
-        """The storage while the device has it from the forward."""
+        """The storage on the device, until it is released after the forward."""
         return self._source
 
     def release(self) -> None:
-        """Give the device's memory up, unless others hold it or have written to it; the copy is done."""
+        """Free the device's memory, unless others hold it or have written to it; the copy is done."""
         assert self._source is not None
         views = [view for each in self._views if (view := each()) is not None]
         owners = _owner_count(self._source) - len(views) - 1
@@ -291,7 +275,7 @@ class _Item:
         return self._fetched if self._is_coming else None
 
     def has_come(self) -> None:
-        """Note that it has been waited for."""
+        """Record that the copy back has been waited for."""
         self._is_coming = False
 
     def on_device(self) -> Tensor:
@@ -320,7 +304,7 @@ class _Parcel:
 
     @classmethod
     def of(cls, saved: Iterable[_Saved], most_bytes: int | None) -> _Parcel | None:
-        """Group saved tensors by storage, and take those of some storages; None if there are none."""
+        """Group saved tensors by storage, and choose storages within `most_bytes`; None if there are none."""
         by_storage: dict[int, list[_Saved]] = {}
         for each in saved:
             by_storage.setdefault(each.storage_in(), []).append(each)
@@ -340,7 +324,7 @@ class _Parcel:
             item.leave()
 
     def release(self) -> None:
-        """Wait for the copies to the host, and give the device's memory up."""
+        """Wait for the copies to the host, and free the device's memory."""
         items = [item for item in self._alive() if item.source is not None]
         if items:
             to_host_done([item.source for item in items])
@@ -348,7 +332,7 @@ class _Parcel:
             item.release()
 
     def fetch(self) -> None:
-        """Begin all copies back, what was saved last first: backward needs it first."""
+        """Begin all copies back, in reverse order of saving, as backward needs them."""
         for item in reversed(list(self._alive())):
             item.fetch()
 
@@ -369,7 +353,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _owner_count(tensor: Tensor) -> int:
-    """How many tensors, autograd's too, hold a tensor's storage; one that asks for it is not counted."""
+    """How many tensors, autograd's too, hold a tensor's storage; the reference made here is not counted."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 

@@ -5,13 +5,14 @@ This uses non-reentrant `torch.utils.checkpoint`, and corrects the following:
 * Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
   change a second time in the recomputation. It works on throwaway copies instead, with the values they had
   before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
-* So would attributes that it changes: counts, lists, tensors. They are as they were while it is recomputed.
-* It restores torch's random state only. Here the states of Python's `random` and NumPy's global generator are
-  restored too; a generator object of the model's own is not known and not restored.
-* It restores the random state only of devices on which it finds a tensor among the positional arguments
-  (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
-* `torch.compile` takes it into its graphs, but not the contexts used here. So a unit that is recomputed runs
-  eagerly, between compiled graphs of the rest.
+* Attributes that the forward changes (counts, lists, tensors) would change a second time too. Their values from
+  before the forward are restored during the recomputation.
+* `checkpoint` restores torch's random state only. Here the states of Python's `random` and NumPy's global
+  generator are restored too; a generator object of the model's own is not known and not restored.
+* `checkpoint` restores the random state only of devices on which it finds a tensor among the positional
+  arguments (checked: torch 2.13). Arguments given by keyword are therefore passed to it by position.
+* `torch.compile` traces `checkpoint` into its graphs, but not the contexts used here. So a unit that is
+  recomputed runs eagerly, between compiled graphs of the rest.
 
 Private torch API used here: `torch._compile._disable_dynamo`, which is `torch.compiler.disable` without
 importing the compiler until the first call (checked: torch 2.13).
@@ -39,21 +40,17 @@ from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
 
 CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
-"""Makes of a unit's function, and the modules it calls, the function that is called instead."""
+"""From a unit's function, and the modules that it calls, makes the function that is called instead."""
 
 _Pair = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """The context of a forward and that of its recomputation."""
 
 
 class UnitForward:
-    """Stands in for a module's `forward` and carries it out in another way.
+    """Replaces a module's `forward` by what `carry_out` makes of it.
 
     It is set as an attribute of the instance, so the class, the parameters' names, `state_dict` and hooks stay
     as they were.
-
-    Args:
-        module: The unit.
-        carry_out: In which way.
     """
 
     def __init__(self, module: nn.Module, carry_out: CarryOut) -> None:
@@ -62,17 +59,15 @@ class UnitForward:
         self._instead = carry_out(self.forward, [module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replacement of the forward, which returns the same."""
+        """Call the replacement of the forward, whose result equals the forward's."""
         return self._instead(*args, **kwargs)
 
 
 class UnitRuns:
     """Replaces the `forward` of a plain Sequential, and runs some of its children in another way.
 
-    Args:
-        sequential: The module whose children make up the runs.
-        runs: For each run the positions of its first child and after its last one, and how to run it; runs do
-            not overlap.
+    `runs` has, for each run, the positions of its first child and after its last one, and how to run it; runs
+    do not overlap.
     """
 
     def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, CarryOut]]) -> None:
@@ -89,17 +84,7 @@ class UnitRuns:
         self._parts.append(_Run(self._children[position:]))
 
     def __call__(self, input: Any) -> Any:
-        """Run the Sequential.
-
-        Args:
-            input: Input of the first child.
-
-        Returns:
-            The last child's output.
-
-        Raises:
-            UsageError: Its children have changed since the plan was applied.
-        """
+        """Run the Sequential; raises `UsageError` if its children have changed since the plan was applied."""
         if list(self._sequential) != self._children:
             raise UsageError(
                 "a Sequential of which parts are recomputed or offloaded has other children now than when the "
@@ -125,13 +110,8 @@ class _Run:
 class RecomputedRegion:
     """A function that is recomputed in backward instead of keeping what it saved.
 
-    Where there are no gradients, it is called straight.
-
-    Args:
-        function: What is recomputed.
-        modules: Those it calls.
-        unit: What the plan says of it.
-        link: Its place in a nested segment.
+    With gradients disabled it is called directly. `modules` are the modules that it calls, `unit` is the plan's
+    action for it, and `link` its place in a nested segment.
     """
 
     def __init__(
@@ -164,12 +144,12 @@ class RecomputedRegion:
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
 
     def _state(self) -> Iterator[_Pair]:
-        """Contexts of state; attributes come back first, and buffers' copies take their place then."""
+        """Contexts of attributes and of buffers: attributes are restored before copies replace buffers."""
         yield self._attributes.contexts()
         yield self._buffers.contexts()
 
     def _linked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same as a part of a segment."""
+        """Call the function as a part of a nested segment."""
         random_state = _TorchRandomState({tensor.device for tensor in tensors_in((args, kwargs))})
         contexts = self._contexts((random_state.noted(), random_state))
         call = Call(self._function, self._module, contexts, args, kwargs, self._link)
@@ -190,7 +170,7 @@ class RecomputedRegion:
 
 
 class _All(AbstractContextManager[None]):
-    """Several contexts as one, which can be entered again if they can."""
+    """Several contexts as one, which can be entered repeatedly if each of them can."""
 
     def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
         self._contexts = contexts
@@ -207,8 +187,7 @@ class _All(AbstractContextManager[None]):
 class _TorchRandomState(AbstractContextManager[None]):
     """Restores torch's generators for a recomputation: on entry to noted states, on exit to where they were.
 
-    Args:
-        devices: Devices whose generators to restore, in addition to the host's.
+    The generators are the host's and those of the CUDA devices among `devices`.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -295,14 +274,14 @@ _BufferName = tuple[str, str]
 class _ForwardBuffers:
     """Keeps the buffers of some modules from changing twice.
 
-    Which of them a forward changes is found in the first forward of each training mode, for which all are
-    copied; after that only those are.
+    The first forward of each training mode copies all buffers and finds which of them change; later forwards
+    copy only these.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._module = nn.ModuleList(modules)
         self._changing: dict[tuple[bool, ...], frozenset[_BufferName]] = {}
-        """By the training flags of all modules inside."""
+        """Buffers that change, by the training flags of all modules inside."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
@@ -313,7 +292,7 @@ class _ForwardBuffers:
 
     @contextmanager
     def _watched(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
-        """Leave in `before` what the recomputation must work on."""
+        """Store in `before` the buffer values that the recomputation must work on."""
         mode = tuple(module.training for module in self._module.modules())
         buffers = dict(self._named_buffers())
         known = self._changing.get(mode)
@@ -349,7 +328,7 @@ class _ForwardBuffers:
 class _ForwardAttributes:
     """Keeps attributes of some modules, such as counts and lists, from changing twice.
 
-    Whether a forward changes any is found in the first one.
+    The first forward finds whether any attribute changes.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -386,11 +365,9 @@ class _ForwardAttributes:
 
 
 class _HeldAgain(AbstractContextManager[None]):
-    """Lets attributes be as they were. A context that can be entered again: backward may run twice.
+    """Restores earlier values of a module's attributes. It can be entered repeatedly: backward may run twice.
 
-    Args:
-        module: What holds them.
-        before: What they were; filled by the time the context is entered, if a forward changes any.
+    `before` has these values; it is filled by the time the context is entered, if a forward changes any.
     """
 
     def __init__(self, module: nn.Module, before: Sequence[HeldSnapshot]) -> None:
@@ -408,11 +385,9 @@ class _HeldAgain(AbstractContextManager[None]):
 
 
 class _StandIns(AbstractContextManager[None]):
-    """Lets copies take the place of buffers. A context that can be entered again: backward may run twice.
+    """Replaces a module's buffers by copies. It can be entered repeatedly: backward may run twice.
 
-    Args:
-        module: What holds the buffers.
-        values: What to copy; filled by the time the context is entered.
+    `values` has the values to copy; it is filled by the time the context is entered.
     """
 
     def __init__(self, module: nn.Module, values: Mapping[_BufferName, Tensor]) -> None:

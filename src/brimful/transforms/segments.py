@@ -39,7 +39,7 @@ from brimful.settings import Action, UnitAction, has_input_ops
 
 
 class Returned:
-    """Outputs of a unit's calls, as long as they exist. A copy of it is empty."""
+    """Outputs of a unit's calls, as long as they exist. A copy of this object is empty."""
 
     def __init__(self) -> None:
         self._tensors = WeakIdKeyDictionary()
@@ -48,12 +48,12 @@ class Returned:
         return Returned, ()
 
     def remember(self, call: Call, returned: Any) -> None:
-        """Note by which call a nest of tensors was returned."""
+        """Record which call returned a nest of tensors."""
         for index, tensor in enumerate(tensors_in(returned)):
             self._tensors[tensor] = call, index, tensor._version
 
     def let_go(self, tensor: Tensor) -> LetGo | None:
-        """What stands for a tensor that was returned; None for any other, and for one written to since."""
+        """The argument that replaces a returned tensor; None for other tensors and those written to since."""
         call, index, version = self._tensors.get(tensor, (None, 0, 0))
         if call is None or tensor._version != version:
             return None
@@ -65,17 +65,17 @@ class Link:
     """The place of a recomputed unit in its segment."""
 
     before: Returned | None = None
-    """Of the unit before, if this one is nested."""
+    """Outputs of the unit before, if this one is nested."""
     own: Returned | None = None
-    """Of this unit, if the one behind it is nested."""
+    """Outputs of this unit, if the next one is nested."""
     derived: Callable[[Tensor], Argument | None] | None = None
-    """What stands for an argument that is made again, if the ops that make its input belong to the unit."""
+    """Gives what replaces an argument that is made again, if the ops that make its input belong to the unit."""
 
     def __bool__(self) -> bool:
         return not (self.before is None and self.own is None and self.derived is None)
 
     def argument(self, tensor: Tensor) -> Argument | None:
-        """What stands for a tensor that need not be held; None for any other."""
+        """What replaces a tensor that need not be held; None for any other."""
         found = None if self.before is None else self.before.let_go(tensor)
         return found if found is not None or self.derived is None else self.derived(tensor)
 
@@ -83,14 +83,9 @@ class Link:
 def links(
     units: Iterable[UnitAction], derived: Callable[[Tensor], Argument | None] | None = None
 ) -> Iterator[Link]:
-    """The place of each unit of a plan.
+    """The place of each unit of a plan, in execution order; a nested unit follows one that is recomputed.
 
-    Args:
-        units: In execution order; a nested one follows one that is recomputed.
-        derived: What stands for an argument that is made again, for units with the ops that make their input.
-
-    Yields:
-        One for each unit.
+    `derived` gives what replaces an argument that is made again, for units with the ops that make their input.
     """
     in_order = list(units)
     own = None
@@ -101,7 +96,7 @@ def links(
 
 
 def gathers_its_weights(module: nn.Module) -> bool:
-    """Whether FSDP2 shards it: then it has its weights in its own forward and backward only."""
+    """Whether FSDP2 shards a module, which then has its weights in its own forward and backward only."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
@@ -113,16 +108,12 @@ class Argument:
         raise NotImplementedError
 
     def take(self) -> Tensor:
-        """The tensor, for the recomputation, after which it is not needed."""
+        """The tensor, for the recomputation, after which the argument is not needed."""
         raise NotImplementedError
 
 
 class Held(Argument):
-    """One that is held, without the graph that made it.
-
-    Args:
-        tensor: The argument.
-    """
+    """An argument that is held, without the graph that made it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -130,7 +121,7 @@ class Held(Argument):
         self._version = _version(tensor)
 
     def read(self) -> Tensor:
-        """The tensor, if nothing has written to it."""
+        """The tensor; raises `RuntimeError` if something has written to it since the forward."""
         if _version(self._tensor) != self._version:
             raise RuntimeError(
                 f"a unit cannot be recomputed: an argument of it, of shape {tuple(self._tensor.shape)}, has "
@@ -139,17 +130,14 @@ class Held(Argument):
         return self._tensor.detach().requires_grad_(self._requires_grad)
 
     def take(self) -> Tensor:
-        """The same."""
+        """The tensor, as `read` returns it."""
         return self.read()
 
 
 class LetGo(Argument):
-    """One that is not held: a call of the unit before returns it again.
+    """An argument that is not held: a call of the unit before, `maker`, returns it again as its tensor `index`.
 
-    Args:
-        maker: That call.
-        index: Which of the tensors that it returns.
-        requires_grad: As it did in the forward.
+    `requires_grad` is as in the forward.
     """
 
     def __init__(self, maker: Call, index: int, *, requires_grad: bool) -> None:
@@ -161,20 +149,20 @@ class LetGo(Argument):
 
     @property
     def is_missing(self) -> bool:
-        """Whether it has not been made again, or was taken."""
+        """Whether the tensor has not been made again, or has been taken."""
         return self._value is None
 
     def put(self, value: Tensor) -> None:
-        """Leave the tensor here."""
+        """Store the tensor."""
         self._value = value.detach().requires_grad_(self._requires_grad)
 
     def read(self) -> Tensor:
-        """The tensor, which must be there."""
+        """The tensor, which must not be missing."""
         assert self._value is not None
         return self._value
 
     def take(self) -> Tensor:
-        """The tensor; where it is missing, all calls from the anchor on that lead here run again."""
+        """The tensor; if it is missing, all calls from the anchor on that lead here run again first."""
         pending = [self.maker]
         while self.is_missing:
             before = next((each.maker for each in pending[-1].let_go if each.is_missing), None)
@@ -190,11 +178,11 @@ class Call:
     """A call of a unit of a segment, which can be run again.
 
     Args:
-        function: The unit's.
-        module: The unit; of a run, what holds its modules.
-        contexts: That of the forward, and that in which it runs again, to be entered any number of times.
-        args: Of the function.
-        kwargs: Of the function.
+        function: The unit's function.
+        module: The unit; for a run of children, the container of its modules.
+        contexts: The context of the forward, and that of every later run; each can be entered repeatedly.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
         link: Says which arguments need not be held.
     """
 
@@ -209,7 +197,7 @@ class Call:
     ) -> None:
         self.module = module
         self.wanted: weakref.WeakSet[LetGo] = weakref.WeakSet()
-        """Arguments of the unit behind that this call returns."""
+        """Arguments of the next unit that this call returns."""
         self.let_go: list[LetGo] = []
         """Arguments that are not held."""
         self._function = function
@@ -228,7 +216,7 @@ class Call:
         )
 
     def run_again(self) -> None:
-        """Put what the function returns where it is wanted. No argument may be missing."""
+        """Run the function again and store its results where they are needed. No argument may be missing."""
         with (
             self._contexts[1],
             self._autocast.without_cache(),
@@ -256,12 +244,12 @@ class Call:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often it has been written to; None of a tensor made in inference mode, which does not know."""
+    """How often a tensor has been written to; None for one made in inference mode, which has no version."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _drop(_tensor: Tensor) -> None:
-    """Saved for a backward that will not be."""
+    """Drop a tensor saved for a backward that does not run."""
 
 
 def _is_dropped(_nothing: None) -> Never:
@@ -272,11 +260,7 @@ def _is_dropped(_nothing: None) -> Never:
 
 
 class _Autocast:
-    """Autocast as it is now.
-
-    Args:
-        types: Of devices.
-    """
+    """The state of autocast for some device types, when this object is made."""
 
     def __init__(self, types: Iterable[str]) -> None:
         self._states = [
@@ -287,7 +271,7 @@ class _Autocast:
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
-        """The same again, for what must leave nothing behind."""
+        """Context of this state without autocast's cache, so that nothing remains in the cache."""
         with ExitStack() as stack:
             for kind, dtype, enabled in self._states:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))

@@ -40,17 +40,18 @@ from brimful.settings import UnitAction, op_kind
 from brimful.transforms.input_ops import are_running
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""Shares its argument's memory, though its schema does not say so."""
+"""An op that shares its argument's memory, though its schema does not say so."""
 
 _UNCOUNTED = frozenset({"_to_copy", "detach", "prim.device", "empty"})
 """Kinds of ops that may run in only one of a forward and its recomputation: autocast keeps casts of weights;
 checkpointing itself detaches and asks for devices; FSDP2 makes room for weights."""
 
 _QUESTIONS = frozenset({"prim.device", "detach"})
-"""Of those, the ones that read no values: of a fake tensor, Python asks for its device by an op."""
+"""Uncounted kinds that read no values: Python gets the device of a fake tensor by an op."""
 
 _UNCOUNTED_LIBRARIES = ("fsdp.", "c10d.", "_c10d_functional.", "profiler.")
-"""FSDP2 gathers the weights of modules within a unit in the forward; the recomputation finds them gathered."""
+"""Prefixes of uncounted kinds: FSDP2 gathers the weights of modules within a unit in the forward; the
+recomputation finds them gathered."""
 
 _Key = tuple[str, int]
 """An op of a unit: its kind, and its number among those of the kind."""
@@ -59,9 +60,8 @@ _Key = tuple[str, int]
 class SavedOps:
     """The ops of a unit whose results are saved.
 
-    Args:
-        unit: Its `saved` names them: "addmm#2" is the third addmm of the unit's forward.
-        modules: Those that the unit calls.
+    `unit.saved` names them: "addmm#2" is the third addmm of the unit's forward. `modules` are those that
+    the unit calls.
     """
 
     def __init__(self, unit: UnitAction, modules: Iterable[nn.Module]) -> None:
@@ -73,7 +73,7 @@ class SavedOps:
         self._fqn = unit.fqn
         self._modules = tuple(modules)
         self._orders: dict[tuple[bool, ...], _Order] = {}
-        """By the training flags of the modules."""
+        """Order of ops, by the training flags of the modules."""
         self._said: set[str] = set()
 
     def __bool__(self) -> bool:
@@ -87,7 +87,7 @@ class SavedOps:
         return _Saving(self._numbers, call, order, self._say), _Returning(call, self._say)
 
     def _say(self, what: str, reason: str) -> None:
-        """Warn, the first time only."""
+        """Warn once for each `what`."""
         if what not in self._said:
             self._said.add(what)
             warnings.warn(f"unit {self._fqn!r}: {what} ({reason}). Shown once.", stacklevel=2)
@@ -99,10 +99,10 @@ _Say = Callable[[str, str], None]
 
 @dataclass(slots=True)
 class _Order:
-    """In which order ops of the saved kinds come in a unit's forward."""
+    """The order of ops of the saved kinds in a unit's forward."""
 
     kinds: list[str] = field(default_factory=list)
-    """By the first forward."""
+    """Kinds in the order of the first forward."""
     is_known: bool = False
 
 
@@ -114,7 +114,7 @@ class _Call:
     sequence: list[str] = field(default_factory=list)
     """The kinds of all ops that are counted, in order."""
     overwrites: dict[int, _Key] = field(default_factory=dict)
-    """By position in the sequence: the result that an in-place op writes over."""
+    """By position in the sequence: the result that an in-place op overwrites."""
 
     def kind_at(self, position: int) -> str | None:
         """Kind of the op at a position of the sequence; None behind its end."""
@@ -127,12 +127,12 @@ class _Result:
 
     value: Any
     random_states: tuple[Tensor, ...]
-    """Of the generators behind the op, if it draws: the host's and that of its device."""
+    """States of the generators after the op, if it is random: the host's and that of its device."""
     versions: tuple[int, ...] = ()
-    """Of its tensors when the unit's forward ended."""
+    """Versions of its tensors when the unit's forward ended."""
 
     def is_unchanged(self) -> bool:
-        """Whether nothing has written to it since the unit's forward."""
+        """Whether nothing has written to the result since the unit's forward."""
         return self.versions == _versions(self.value)
 
 
@@ -142,11 +142,11 @@ class _OpInfo:
     is_counted: bool
     is_random: bool
     is_view: bool
-    """Neither reads nor writes the memory of its arguments."""
+    """Whether the op neither reads nor writes the memory of its arguments."""
     is_in_place: bool
-    """Writes to its first argument, to no other, and returns it."""
+    """Whether the op writes to its first argument, to no other, and returns it."""
     writes: bool
-    """Writes to some argument."""
+    """Whether the op writes to some argument."""
 
 
 @cache
@@ -167,7 +167,7 @@ def _describe(op: OpOverload) -> _OpInfo:
 
 
 class _Saving(EagerDispatchMode):
-    """Keeps what the chosen ops of a forward return, and the sequence of all."""
+    """Saves the results of a forward's chosen ops, and records the sequence of all ops that are counted."""
 
     def __init__(self, numbers: dict[str, frozenset[int]], call: _Call, order: _Order, say: _Say) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class _Saving(EagerDispatchMode):
         self._owners.update({_address(tensor): key for tensor in tensors_in(value)})
 
     def _note_use(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """Note which results are read; drop those overwritten later, or by an op that cannot be skipped."""
+        """Record results that an op reads; drop those that it overwrites, if read before or if it must run."""
         for tensor in tensors_in((args[1:] if info.is_in_place else args, kwargs)):
             owner = self._owners.get(_address(tensor))
             if owner is not None:
@@ -253,7 +253,7 @@ class _Saving(EagerDispatchMode):
 
 
 class _Returning(EagerDispatchMode):
-    """Returns what was saved instead of running the op again, as long as the sequence of ops is the same."""
+    """Returns saved results instead of running ops again, as long as the ops match the forward's."""
 
     def __init__(self, call: _Call, say: _Say) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ class _Returning(EagerDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As above."""
+        """Nothing is compiled here; see `_Saving`."""
         return False
 
     def __enter__(self) -> Any:
@@ -301,9 +301,9 @@ class _Returning(EagerDispatchMode):
 
 
 def _detached(value: Any) -> Any:
-    """The same with tensors that share memory and version, and have no history.
+    """A copy of a nest whose tensors are detached: they share memory and version, and have no history.
 
-    The tensor itself is autograd's to give one; held here, it would keep the whole graph alive.
+    Autograd gives the tensor itself a history; held here, it would keep the whole graph alive.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return map_tensors(value, Tensor.detach)

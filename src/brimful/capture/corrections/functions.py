@@ -17,11 +17,8 @@ class CorrectedFunctions(TorchFunctionMode):
     """Calls the functions of the rules instead of torch's, in backward too.
 
     A function mode is out of force inside `Tensor.backward`; a recomputation there would choose other ops than
-    the forward did. So backward runs under the mode once more.
-
-    Args:
-        rules: Whose functions are called.
-        places: Follows where functions put what they make.
+    the forward did. So backward runs under the mode once more. `places` follows where functions put what they
+    make.
     """
 
     def __init__(self, rules: Iterable[Rule], places: Places) -> None:

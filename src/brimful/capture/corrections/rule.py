@@ -23,21 +23,19 @@ class Rule:
     changed in the last captured step, so that a result can list its contribution. Its class and its file have
     its name.
 
-    Args:
-        target: The target device, whose choice of kernels the capture follows. Rules only read its attributes
-            and call its methods, by which a capture knows on which other devices it is the same.
-        settings: How the job is trained.
+    The capture follows the choice of kernels of `target`. Rules only read its attributes and call its methods,
+    by which a capture knows on which other devices it is the same.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     device_kinds: ClassVar[tuple[str, ...]] = ("cuda",)
-    """Kinds of devices that it is for."""
+    """Kinds of devices that the rule is for."""
     lasts: ClassVar[bool] = False
-    """Whether what it changes once stays for all further steps."""
+    """Whether what the rule changes once stays for all further steps."""
 
     recorder: Recorder
-    """Records the steps; set before the contexts are opened."""
+    """The recorder of the steps; set before the contexts are opened."""
 
     def __init__(self, target: Device, settings: Settings) -> None:
         self.target = target
@@ -75,7 +73,10 @@ class Rule:
         """Called before each backward pass, with the tensors that it begins at."""
 
     def begin_step(self) -> None:
-        """Called before each captured step: what it changed in earlier ones counts no more, unless it lasts."""
+        """Called before each captured step.
+
+        What the rule changed in earlier steps counts no more, unless it lasts.
+        """
         if not self.lasts:
             self.occurrences = self.changed_bytes = 0
             self.counted.clear()
@@ -97,13 +98,10 @@ class Rule:
     ) -> None:
         """Record and count memory that the op just run took inside and freed before it ended.
 
-        Args:
-            size_bytes: Its likely size.
-            label: What it is called.
-            most_bytes: Its largest size, where the size is not known for sure.
-            kernel: What decides the size, where it is not affine in the micro-batch; it may be nothing at this
-                size and more at another.
-            is_alone: Whether it is freed before the op's next temporary is allocated.
+        `size_bytes` is the likely size, and `most_bytes` the largest, where the size is not known for sure.
+        `kernel` is what decides the size, where it is not affine in the micro-batch; it may be nothing at this
+        size and more at another. `is_alone` says that the memory is freed before the op's next temporary is
+        allocated.
         """
         if size_bytes or most_bytes or kernel is not None:
             self.recorder.ledger.add_temporary(
@@ -113,7 +111,7 @@ class Rule:
             self.count(size_bytes)
 
     def record(self) -> Correction:
-        """What the rule did in the last captured step."""
+        """The record of what the rule did in the last captured step."""
         return Correction(
             name=self.name,
             source=self.source,

@@ -1,4 +1,4 @@
-"""All rules, and which of them apply."""
+"""The list of all rules, and the choice of those that apply."""
 
 from __future__ import annotations
 
@@ -87,18 +87,9 @@ RULES: tuple[type[Rule], ...] = (
 
 
 def rules_for(target: Device, settings: Settings, without: Collection[str] = ()) -> list[Rule]:
-    """The rules that apply to a capture.
+    """New rules that apply to a capture, in the order of `RULES`, but for those named in `without`.
 
-    Args:
-        target: The target device, whose choice of kernels the capture follows.
-        settings: How the job is trained.
-        without: Names of rules to disable.
-
-    Returns:
-        New rules, in the order of `RULES`.
-
-    Raises:
-        UnknownNameError: No rule has a name in `without`.
+    Raises `UnknownNameError` if no rule has a name in `without`.
     """
     names = [make.name for make in RULES]
     for name in without:

@@ -23,13 +23,9 @@ from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, wrapper: Wrapper) -> None:
-    """Add fakes of attached tensors to those of parameters; what shares a storage still does.
+    """Add fakes of attached tensors to `fakes`; what shares a storage still does.
 
-    Args:
-        model: The original.
-        fakes: By the id of the original; changed.
-        mode: The fake mode.
-        wrapper: Makes the fakes.
+    `fakes` has the fakes of the model's parameters, by the id of the original.
     """
     storages = {
         parameter.untyped_storage()._cdata: fakes[id(parameter)].untyped_storage()
@@ -45,9 +41,8 @@ def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, 
 def attach_to_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
     """Give fake parameters the attributes that a library gave the real ones.
 
-    Args:
-        model: The original.
-        memo: That of `copy.deepcopy`: fakes and modules of the copy, by the id of the original.
+    `model` is the original. `memo` is that of `copy.deepcopy`: fakes and modules of the copy, by the id of the
+    original.
     """
     for parameter in model.parameters():
         if is_of_library(parameter):
@@ -62,9 +57,8 @@ def attach_to_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
 def attach_in_place(model: nn.Module, fakes: dict[int, Any]) -> None:
     """Give parameters and modules of a model the fakes of attached tensors.
 
-    Args:
-        model: Not yet with fake parameters; changed.
-        fakes: Those of parameters and attached tensors, by the id of the original.
+    The model does not have its fake parameters yet. `fakes` are those of parameters and attached tensors, by
+    the id of the original.
     """
     owners = [module for module in model.modules() if any(map(is_of_library, module._parameters.values()))]
     if not owners:
@@ -77,7 +71,7 @@ def attach_in_place(model: nn.Module, fakes: dict[int, Any]) -> None:
 
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter of the same class and attributes, without values."""
+    """A copy of a parameter on `meta`, of the same class and with the same attributes."""
     if is_wrapper_tensor(parameter):
         made: Any = remade(parameter, view_on_meta)
         return cast("nn.Parameter", made)
@@ -111,9 +105,8 @@ def copied_on_meta(kind: type[nn.Parameter]) -> Iterator[None]:
 def quantise(model: nn.Module, device: str) -> None:
     """Quantise the weights of bitsandbytes that are not yet: moving them to a device does.
 
-    Args:
-        model: On `meta`, or with fake parameters that have their attributes, inside of the fake mode.
-        device: Where its parameters are, or pretend to be.
+    The model is on `meta`, or has fake parameters with their attributes inside of the fake mode. `device` is
+    where its parameters are, or pretend to be.
     """
     library: Any = sys.modules.get("bitsandbytes")
     if library is None:

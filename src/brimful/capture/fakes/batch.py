@@ -22,20 +22,10 @@ from brimful.settings import Settings
 def make_fake_batch(
     job: Job, settings: Settings, mode: FakeTensorMode, known: KnownValues, *, host_is_device: bool
 ) -> Batch:
-    """A micro-batch on fake tensors.
+    """A micro-batch on fake tensors, in the same nest as the real one; `known` keeps its values.
 
-    Args:
-        job: Makes the real one.
-        settings: How many samples it has.
-        mode: The fake mode.
-        known: Keeps its values.
-        host_is_device: Whether the host's memory is the device's: then the whole global batch is in it.
-
-    Returns:
-        The same nest as the real one.
-
-    Raises:
-        BatchError: The job cannot count what is in it, so a real step would fail.
+    With `host_is_device` the host's memory is the device's, and the whole global batch is in it. Raises
+    `BatchError` if the job cannot count what is in the batch: a real step would fail.
     """
     real = make_micro_batch(job, settings.micro_batch_size, settings.rank_batch_size)
     is_there = host_is_device and job.loop is None
@@ -86,7 +76,10 @@ class _Shared:
         return any(second[0] < first[1] for first, second in pairwise(ends))
 
     def fake(self, tensor: Tensor, mode: FakeTensorMode, parts: int) -> Tensor:
-        """A view of the fake of all that its storage has of the batch, and of as many more parts."""
+        """A view of a fake that spans all views of the batch on one storage.
+
+        The fake is `parts` times as large, for further parts of the batch.
+        """
         key = self._key(tensor)
         first, last = min(start for start, _ in self._ends[key]), max(end for _, end in self._ends[key])
         with mode:
@@ -97,7 +90,7 @@ class _Shared:
 
 
 def _check_count(job: Job, batch: Batch) -> None:
-    """Nothing of a captured step depends on what a batch counts, but a real step would fail."""
+    """Check that the job can count its batch: a captured step does not need that, but a real one would fail."""
     if job.count is None or job.loop is not None:
         return
     try:

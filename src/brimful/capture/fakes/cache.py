@@ -37,7 +37,7 @@ class CachedResult:
         self._mode = like.fake_mode
         self._device = like.fake_device
         self.work: Any = None
-        """`OpWork` of all such calls, once it is computed; None where it is not the same for all."""
+        """`OpWork` of all equal calls, once it is computed; None where it is not the same for all."""
 
 
 class OpResult(NamedTuple):
@@ -45,9 +45,9 @@ class OpResult(NamedTuple):
 
     out: Any
     inputs: list[Tensor] | None
-    """The tensors among its arguments, in order; None where they were not looked for."""
+    """The tensors among the op's arguments, in order; None where they were not looked for."""
     cached: CachedResult | None
-    """The key of equal calls; None if the result is not cached."""
+    """The cache's entry for equal calls; None if the result is not cached."""
 
 
 class FakeCache:
@@ -55,9 +55,6 @@ class FakeCache:
 
     Within one capture nothing else decides what they return than their arguments: tensors by shape, strides and
     type, all else by value.
-
-    Args:
-        wrapper: Makes the new tensors.
     """
 
     def __init__(self, wrapper: Wrapper | None = None) -> None:
@@ -65,16 +62,11 @@ class FakeCache:
         self._known: dict[Hashable, CachedResult] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpResult:
-        """Run an op, or return what calls alike returned.
+        """Run an op, or return what equal calls returned.
 
-        Args:
-            func: The op. Its schema says that it neither writes to its arguments nor returns views of them; or
-                that it writes to the first, without changing its shape, and returns it.
-            args: Its arguments, fake tensors among them.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            With new fake tensors, singly or as the op packs them.
+        The schema of `func` says that it neither writes to its arguments nor returns views of them; or that it
+        writes to the first, without changing its shape, and returns it. The result has new fake tensors, singly
+        or as the op packs them.
         """
         fakes: list[Tensor] = []
         with torch._C.DisableTorchFunction():  # modes need not see that tensors are asked for their shape

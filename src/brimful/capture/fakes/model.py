@@ -47,24 +47,15 @@ def fake_model(job: Job) -> nn.Module:
 
 
 def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.Module:
-    """The job's model with fake CPU parameters and buffers of the same shapes and types.
+    """The job's model with fake CPU parameters and buffers of the same shapes and types, in training mode.
 
     A model that is given as a module is copied, sharing nothing that training changes. One that is given as a
     function is built for real, each parameter moved to `meta` as it registers, so that constructors may compute
     while no memory is taken for weights. If the function returns modules that it did not build, such as a model
-    that is trained now, what it returns is copied too.
+    that is trained now, what it returns is copied too. `known` keeps the values of the buffers.
 
-    Args:
-        job: Its `model` is a module or builds one.
-        mode: The fake mode the tensors will belong to.
-        known: Keeps the values of the buffers.
-
-    Returns:
-        The model in training mode.
-
-    Raises:
-        UsageError: `job.model` is or returns something else.
-        CaptureError: The model cannot be built without its weights.
+    Raises `UsageError` if `job.model` is no module and does not return one, and `CaptureError` if the model
+    cannot be built without its weights.
     """
     if isinstance(job.model, nn.Module):
         check_runs_on_one_device(job.model, job=job.name)
@@ -135,13 +126,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _quantised(module: nn.Module, *_device: Any, **_named: Any) -> nn.Module:
-    """What moving a module to a device makes of it, without moving it."""
+    """Quantise a module as moving it to a device does, without moving it."""
     quantise(module, "meta")
     return module
 
 
 def _drawn_if_real(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A method that draws the numbers of a tensor; on `meta`, where it computes nothing, torch takes 0.5 ms."""
+    """A method that draws a tensor's numbers, skipped on `meta`: there it draws nothing and takes 0.5 ms."""
 
     def drawn(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
         if tensor.is_meta and not (tensor.requires_grad and torch.is_grad_enabled()):
@@ -152,7 +143,7 @@ def _drawn_if_real(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _data_on_meta() -> property:
-    """`Tensor.data`, of which a tensor on `meta` takes the shape, strides and type of a real one alone.
+    """`Tensor.data`, whose setter gives a tensor on `meta` only the shape, strides and type of a real one.
 
     Initialisers that draw or copy weights set it: `layer.weight.data = torch.randn(8, 8)`.
     """
@@ -309,19 +300,11 @@ def fakes_can_be_copied() -> Iterator[None]:
 
 
 def to_fake(tensor: Tensor, mode: FakeTensorMode, *, parts: int = 1, wrapper: Wrapper | None = None) -> Tensor:
-    """A fake CPU tensor or parameter of the same shape, layout and type.
+    """A fake CPU tensor or parameter of the same shape, layout and type as `tensor`, which may be on `meta`.
 
-    Args:
-        tensor: On any device, `meta` too.
-        mode: The fake mode it will belong to.
-        parts: How many such tensors its storage holds; it is the first of them.
-        wrapper: Makes the fakes of many tensors.
-
-    Returns:
-        A tensor without memory, which requires a gradient if `tensor` does.
-
-    Raises:
-        CaptureError: `tensor` has no shape yet.
+    It has no memory, and requires a gradient if `tensor` does. Its storage holds `parts` such tensors, and it
+    is the first of them. `wrapper` makes the fakes of many tensors. Raises `CaptureError` if `tensor` has no
+    shape yet.
     """
     if _is_lazy(tensor):
         raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")

@@ -58,9 +58,7 @@ def is_real(value: Any) -> bool:
 class OutsideTensors:
     """The real tensors that ops read, and the fake ones that take their place.
 
-    Args:
-        mode: The fake mode of the capture.
-        known: Keeps the values of small ones that are not parameters.
+    `known` keeps the values of small ones that are not parameters.
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
@@ -68,29 +66,22 @@ class OutsideTensors:
         self._wrapper = Wrapper()
         self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._storages: dict[int, tuple[weakref.ref[Any], torch.UntypedStorage]] = {}
-        """By the address of a real storage: its end, and the fake one in its place."""
+        """By the address of a real storage: a weak reference to it, and the fake one in its place."""
         self._gradients: list[tuple[weakref.ref[Tensor], Tensor | None]] = []
-        """Those of real leaves, as they were."""
+        """Gradients of real leaves, as they were."""
         self._attributes: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any]]] = {}
         """Tensors of modules outside of the model, as they were."""
         self.changed: dict[str, None] = {}
-        """What forwards were seen to change, by a name for a reader."""
+        """Tensors that forwards were seen to change, by a name for a reader."""
         self.batch_norms: dict[str, None] = {}
         """BatchNorm layers that normalise with the statistics of the batch, by a name for a reader."""
 
     def are_read_by(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an op is given any to read."""
+        """Whether an op is given any real tensor to read."""
         return (_has_real(args) or _has_real(kwargs.values())) and func not in _READ_NOTHING
 
     def stand_in(self, real: Tensor) -> tuple[FakeTensor, bool]:
-        """The fake tensor in the place of a real one.
-
-        Args:
-            real: On any device.
-
-        Returns:
-            The same one each time, and whether its storage is new.
-        """
+        """The fake tensor in the place of a real one, the same each time, and whether its storage is new."""
         fake = self._fakes.get(real)
         if fake is not None:
             return fake, False
@@ -111,7 +102,7 @@ class OutsideTensors:
         return tensor if fake is None else fake
 
     def end_forward(self, written: Container[int]) -> None:
-        """Find those that a forward changed, by the addresses of the storages that it wrote to."""
+        """Find the tensors that a forward changed, by the addresses of the storages that it wrote to."""
         for real, fake in [*self._fakes.items()]:
             if fake.untyped_storage()._cdata in written and is_state(real):
                 shape = "×".join(map(str, real.shape))
@@ -122,7 +113,7 @@ class OutsideTensors:
 
     @contextmanager
     def left_alone(self, model: nn.Module) -> Iterator[None]:
-        """Within, modules outside of `model` may run; afterwards they and real tensors are as before."""
+        """Let modules outside of `model` run; afterwards they and real tensors are as before."""
         own = {id(module) for module in model.modules()}
 
         def note(module: nn.Module, _args: Any) -> None:
@@ -172,7 +163,7 @@ class OutsideTensors:
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Whether what a forward changes is more than a count of forwards."""
+    """Whether a tensor that a forward changes is more than a count of forwards."""
     return tensor.numel() > 1 or tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -15,14 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def view_on_meta(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> Tensor:
-    """A tensor of the same shape and place in its storage, without values.
+    """A tensor on `meta` of the same shape and place in its storage as `tensor`, without values.
 
-    Args:
-        tensor: On any device.
-        storage: On `meta`; None makes one as large as that of `tensor`.
-
-    Returns:
-        A tensor on `meta`.
+    `storage` is on `meta`; None makes one as large as that of `tensor`.
     """
     if storage is None:
         storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
@@ -44,16 +39,7 @@ class Wrapper:
         self._attributes: dict[str, Any] = {}
 
     def fake(self, mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
-        """What `FakeTensor(mode, meta, device)` is.
-
-        Args:
-            mode: The fake mode it belongs to.
-            meta: Its shape, layout, type and storage.
-            device: Where it pretends to be.
-
-        Returns:
-            A fake tensor that shares the storage of `meta`.
-        """
+        """A fake tensor that shares the storage of `meta`, as `FakeTensor(mode, meta, device)` makes it."""
         if mode is not self._mode or device != self._device:
             first = FakeTensor(mode, meta, device)
             self._mode, self._device, self._attributes = mode, device, dict(first.__dict__)
@@ -71,15 +57,9 @@ class Wrapper:
     def fake_view(
         self, mode: FakeTensorMode, tensor: Tensor, storages: dict[int, torch.UntypedStorage]
     ) -> FakeTensor:
-        """What stands for a tensor that may be a part of its storage, or share it.
+        """A fake CPU tensor for a tensor that may be a part of its storage, or share it.
 
-        Args:
-            mode: The fake mode it belongs to.
-            tensor: On any device.
-            storages: Fake storages by the address of the real ones, to which that of `tensor` is added.
-
-        Returns:
-            A fake CPU tensor.
+        `storages` has fake storages by the address of the real ones; the storage of `tensor` is added.
         """
         original = tensor.untyped_storage()
         storage = storages.get(original._cdata)
@@ -95,7 +75,7 @@ class Wrapper:
         dtype: torch.dtype,
         device: torch.device,
     ) -> FakeTensor:
-        """What `torch.empty_strided` makes in a fake mode; no mode sees it."""
+        """A tensor as `torch.empty_strided` makes it in a fake mode; no mode sees the call."""
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return self.fake(mode, meta, device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from brimful.trace import Category, Event, EventKind, Kernel, Op, Phase, Storage
 
 _KINDS = (EventKind.FREE, EventKind.ALLOCATE)
-"""By whether an event is an allocation."""
+"""Kinds of events, by whether an event is an allocation."""
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class Block:
     """Index of the op that made it; None if no op did."""
     label: str
     most_bytes: int | None = None
-    """The most that it may be, where its size is not known for sure."""
+    """The most bytes that it may have, where its size is not known for sure."""
     kernel: Kernel | None = None
-    """What decides its size inside a kernel."""
+    """What decides the size of a block inside a kernel."""
     category: Category | None = None
-    """None: decided by the phases in which it is made and freed."""
+    """What the block holds; None: decided by the phases in which it is made and freed."""
 
 
 class BlockEvent(NamedTuple):
-    """A block is allocated or freed."""
+    """The allocation or the release of a block."""
 
     is_allocation: bool
     block: int

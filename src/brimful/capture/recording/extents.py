@@ -17,20 +17,14 @@ _LAST_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 _SECTOR_ELEMENTS = 8
-"""Of 4 bytes in a 32-byte sector, the least that a GPU reads. Dimensions of fewer do not decide a transpose: 32
-threads then read several elements of each sector."""
+"""Elements of 4 bytes in a 32-byte sector, the least that a GPU reads. Dimensions of fewer do not decide a
+transpose: 32 threads then read several elements of each sector."""
 
 
 def op_extents(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
-    """The problem size of a call.
+    """The problem size of a call: the numbers of a record of `trace.extents`.
 
-    Args:
-        func: The op.
-        args: Its positional arguments.
-        out: What it returned.
-
-    Returns:
-        The numbers of a record of `trace.extents`; () where FLOPs and bytes alone decide the speed.
+    The result is () where FLOPs and bytes alone decide the speed.
     """
     if func.overloadpacket in _ATTENTIONS:
         return tuple(map(int, _attention(func, args)))
@@ -79,7 +73,7 @@ def _fastest_dim(tensor: Tensor) -> int:
 
 
 def _product(a: Tensor, b: Tensor, *_: Any) -> Product:
-    """(M, K) by (K, N), or batches of them."""
+    """The extents of a product of (M, K) by (K, N), or of batches of them."""
     count = a.shape[0] if a.dim() == 3 else 1
     return Product(
         count, a.shape[-2], b.shape[-1], a.shape[-1], _is_matrix_transposed(a), _is_matrix_transposed(b)
@@ -87,7 +81,7 @@ def _product(a: Tensor, b: Tensor, *_: Any) -> Product:
 
 
 def _is_matrix_transposed(matrix: Tensor) -> bool:
-    """Whether the last dimension but one is the contiguous one."""
+    """Whether the last dimension but one of a matrix is the contiguous one."""
     return matrix.stride(-2) == 1 and matrix.stride(-1) != 1
 
 
@@ -133,13 +127,13 @@ def _convolution_backward(
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether it is channels_last and not contiguous as well."""
+    """Whether a tensor is channels_last and not contiguous as well."""
     layout = _LAST_LAYOUTS.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()
 
 
 def _attention(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Attention:
-    """Of a forward or a backward, whose arguments are in another order for each implementation."""
+    """The extents of a forward or a backward, whose arguments are in another order for each implementation."""
     names = (argument.name for argument in func._schema.arguments)
     named = dict(zip(names, args, strict=False))
     query, key = named["query"], named["key"]
@@ -196,7 +190,7 @@ def _reduction(input: Tensor, dims: Any = None, *_: Any) -> Rows:
 
 
 def _copy(source: Tensor, *_: Any) -> Copy:
-    """A clone keeps the layout of a dense source; the result is contiguous otherwise."""
+    """The extents of a clone: it keeps the layout of a dense source, else the result is contiguous."""
     return Copy(_run(source, source))
 
 

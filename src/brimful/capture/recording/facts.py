@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class StepFacts:
-    """Collected while a step runs; the fields of `Trace` of the same names."""
+    """Facts that are collected while a step runs, for the fields of `Trace`."""
 
     uncertain: dict[str, None] = field(default_factory=dict)
     """Uncertain facts, in the order of their first occurrence."""
@@ -26,11 +26,11 @@ class StepFacts:
     host_state_bytes: int = 0
     """Optimizer state in the host's memory."""
     host_staging_bytes: int = 0
-    """Pinned memory between there and the device."""
+    """Pinned memory for copies between the host's memory and the device's."""
 
     @property
     def all_uncertain(self) -> tuple[str, ...]:
-        """What is uncertain, with one entry for all random draws."""
+        """All uncertain facts, with one entry for all random draws."""
         if not self.drawn_in:
             return tuple(self.uncertain)
         first, *others = self.drawn_in

@@ -1,4 +1,4 @@
-"""Which blocks of memory live while code runs: the storages of tensors, and blocks that no tensor owns.
+"""The blocks of memory that live while code runs: the storages of tensors, and blocks that no tensor owns.
 
 A storage is known by its address while it lives; its finalizer runs when the last owner, Python's or
 autograd's, drops it. So saved tensors, views, in-place ops, stolen gradients and recomputation come out right
@@ -31,9 +31,7 @@ class _StorageEnd(weakref.ref[Any]):
 class StorageLedger:
     """Records when blocks of memory are allocated and freed.
 
-    Args:
-        ops: The ops recorded so far; the last one is the latest.
-        facts: For a note of tensors without a storage.
+    `ops` are the ops recorded so far, the latest last. `facts` gets a note of tensors without a storage.
     """
 
     def __init__(self, ops: Sequence[Op], facts: StepFacts) -> None:
@@ -44,19 +42,13 @@ class StorageLedger:
         """Indices of the blocks that tensors hold now, by the addresses of their storages."""
         self._ends: dict[int, _StorageEnd] = {}
         self._temporaries: list[tuple[Block, bool]] = []
-        """Those of the op that runs, each with whether it is alone."""
-        """Of the op that is being recorded."""
+        """Temporaries of the op that is being recorded, each with whether it is alone."""
 
     def track(self, tensor: Tensor, label: str, op: int | None = None) -> int | None:
-        """Record the storage of a tensor until it is dropped.
+        """Record the storage of a tensor until it is dropped, and return the index of its block.
 
-        Args:
-            tensor: Its storage is allocated now, unless it is tracked already and as large as it was.
-            label: What the block is called.
-            op: Index of the op that made it; None if no op did.
-
-        Returns:
-            Index of its block; None where the layout has no single storage.
+        The storage is allocated now, unless it is tracked already and as large as it was. `op` is the index of
+        the op that made it; None if no op did. Where the layout has no single storage, None is returned.
         """
         try:
             storage = tensor.untyped_storage()
@@ -91,15 +83,10 @@ class StorageLedger:
         return self.live.get(tensor.untyped_storage()._cdata)
 
     def allocate(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int:
-        """Record a block that no tensor owns, such as a library's workspace.
+        """Record a block that no tensor owns, such as a library's workspace, and return its index.
 
-        Args:
-            size_bytes: Its likely size.
-            label: What it is called.
-            most_bytes: Its largest size, where the size is not known for sure.
-
-        Returns:
-            Its index, to free it by; without that it stays to the end.
+        `size_bytes` is the likely size, and `most_bytes` the largest, where the size is not known for sure.
+        Unless the block is freed by its index, it stays to the end.
         """
         return self._add(Block(size_bytes, None, label, most_bytes))
 
@@ -108,7 +95,7 @@ class StorageLedger:
         self.events.append(BlockEvent(False, index, len(self._ops) - 1))
 
     def free_tensor(self, tensor: Tensor) -> int:
-        """Record that the storage of a tensor is free from now on; its bytes, 0 if it is not tracked."""
+        """Record that the storage of a tensor is free from now on; return its bytes, 0 if it is not tracked."""
         index = self.live.pop(tensor.untyped_storage()._cdata, None)
         if index is None:
             return 0
@@ -133,12 +120,9 @@ class StorageLedger:
     ) -> None:
         """Record memory that the op just run took beside its outputs and freed before it ended.
 
-        Args:
-            size_bytes: Its likely size.
-            label: What it is called.
-            most_bytes: Its largest size, where the size is not known for sure.
-            kernel: What decides the size, where it is not affine in the micro-batch.
-            is_alone: Whether it is freed before the op's next temporary is allocated.
+        `size_bytes` is the likely size, and `most_bytes` the largest, where the size is not known for sure.
+        `kernel` is what decides the size, where it is not affine in the micro-batch. `is_alone` says that the
+        memory is freed before the op's next temporary is allocated.
         """
         self._temporaries.append((Block(size_bytes, None, label, most_bytes, kernel), is_alone))
 

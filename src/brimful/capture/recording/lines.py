@@ -43,7 +43,10 @@ def is_users_own(file: str) -> bool:
 
 
 def raising_line(error: BaseException) -> str:
-    """The innermost such line that an error came through, as "file.py:12"; "" if there is none."""
+    """The innermost line of the user's or a library's code that an error came through, as "file.py:12".
+
+    Returns "" if there is none.
+    """
     found, traceback = "", error.__traceback__
     while traceback is not None:
         name = _shown_file(traceback.tb_frame.f_code.co_filename)

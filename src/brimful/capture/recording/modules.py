@@ -1,12 +1,12 @@
-"""Which module an op belongs to, in forward and in backward.
+"""Finds the module that an op belongs to, in forward and in backward.
 
 Forward: hooks on every module call maintain a stack. Backward: autograd numbers its nodes in the order in which
 the forward creates them; the numbers at which the stack changed give the module whose forward created a node. A
 unit whose forward runs again in backward for the nested unit behind it is put on the stack as if called, and so
 is the module that ran the ops that make a unit's input.
 
-Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node`
-(checked: torch 2.13, 2.11).
+Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node` (checked:
+torch 2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -35,11 +35,7 @@ _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class ModuleCalls:
-    """Follows the module calls of one model.
-
-    Args:
-        model: Its modules are named by path, without wrappers.
-    """
+    """Follows the module calls of one model; modules are named by path, without wrappers."""
 
     def __init__(self, model: nn.Module) -> None:
         plain_name = plain_namer(model)
@@ -73,7 +69,7 @@ class ModuleCalls:
 
     @contextmanager
     def _follow_input_ops(self) -> Iterator[None]:
-        """Let what makes a unit's input again belong to the module that made it."""
+        """Let ops that make a unit's input again belong to the module that made it first."""
         made_in: WeakKeyDictionary[Made, str] = WeakKeyDictionary()
         remember, again = InputOps.remember, Made.again
 
@@ -109,7 +105,7 @@ class ModuleCalls:
         return self._last_backward
 
     def shown_owner(self) -> str:
-        """The path of that module in quotes, or "the model itself"."""
+        """The path of the module the current op belongs to, in quotes, or "the model itself"."""
         return shown_path(self.owner())
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
@@ -133,5 +129,5 @@ class ModuleCalls:
 
 
 def _class_name(module: nn.Module) -> str:
-    """A module's class; that of a graph of torch.fx has the name of what was traced, and another forward."""
+    """A module's class name; "GraphModule" for a graph of torch.fx, whose class is named as what was traced."""
     return "GraphModule" if isinstance(module, GraphModule) else type(module).__name__

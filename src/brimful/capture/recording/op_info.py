@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _WITHOUT_COST = frozenset({aten._local_scalar_dense.default})
 """Ops that neither make a storage nor read one, beside those whose schema says they return a view."""
 _LIST_WRITES = ("aten._foreach_", "aten._fused_")
-"""How ops begin that write to every tensor of lists."""
+"""Beginnings of the names of ops that write to every tensor of lists."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -46,15 +46,15 @@ class OpInfo:
     is_copy_to_host: bool
     """Its results are not in the device's memory."""
     written_arguments: tuple[int, ...]
-    """Of an op that returns nothing: the arguments that it writes to."""
+    """Positions of the arguments that the op writes to, if it returns nothing."""
     writes: bool
     """Writes to any of its arguments."""
     chooses: bool
     """Returns what rows of numbers choose, such as the largest."""
     before: tuple[Callable[..., None], ...]
-    """Rules to call before it."""
+    """Methods of rules to call before the op."""
     after: tuple[Callable[..., None], ...]
-    """Rules to call after it."""
+    """Methods of rules to call after the op."""
 
 
 def describe_op(func: Any, rules: Iterable[Rule]) -> OpInfo:

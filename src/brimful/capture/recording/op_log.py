@@ -21,21 +21,16 @@ _LOCATED_BYTES = MIB
 
 
 class OpLog:
-    """Records ops.
-
-    Args:
-        modules: Finds the module that an op belongs to.
-        position: The phase that an op belongs to.
-    """
+    """Records ops, each with the module and the phase that it belongs to."""
 
     def __init__(self, modules: ModuleCalls, position: StepPosition) -> None:
         self.ops: list[Op] = []
         self._modules, self._position = modules, position
         self._lines: dict[int, str] = {}
-        """Where the forward op was called whose autograd node has a number."""
+        """Lines where forward ops were called, by the numbers of their autograd nodes."""
 
     def add(self, info: OpInfo, work: OpWork, made_ops_ago: int) -> int:
-        """Record an op; its index."""
+        """Record an op, and return its index."""
         at = self._position
         self.ops.append(
             Op(
@@ -60,7 +55,7 @@ class OpLog:
         return len(self.ops) - 1
 
     def _line(self) -> str:
-        """Where in Python the op is called; in backward, where its forward op was."""
+        """The line of Python where the op is called; in backward, where its forward op was."""
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")

@@ -1,4 +1,4 @@
-"""Which tensors lie in the host's memory, where the device is a GPU and all fakes are on the CPU.
+"""Decides which tensors lie in the host's memory, where the device is a GPU and all fakes are on the CPU.
 
 What code puts on the host by name is there: `.cpu()`, `.to("cpu")`, `device="cpu"`, pinned memory, and what is
 computed from that alone. What it makes without naming a device, its own real tensors, and what it computes from
@@ -53,13 +53,13 @@ _READS_BOTH = frozenset(
 _MAKERS = frozenset(_device_constructors())
 """Functions that make tensors on torch's default device, as torch lists them for `set_default_device`."""
 _BETWEEN = ("brimful.capture.", "brimful.replaced")
-"""How the names of modules begin that stand between code and a capture: `replaced` adds a frame to a call."""
+"""Beginnings of the names of modules between code and a capture: `replaced` adds a frame to a call."""
 _SILENT = ("torch.", "brimful.")
-"""How the names of modules begin whose code names no place: it passes on the devices of tensors."""
+"""Beginnings of the names of modules whose code names no place: it passes on the devices of tensors."""
 
 
 class Place(Enum):
-    """Where a tensor lies, and how that is known."""
+    """The memory in which a tensor lies, and how that is known."""
 
     DEVICE = auto()
     UNNAMED = auto()
@@ -75,10 +75,9 @@ class Place(Enum):
 class Places:
     """Decides where tensors lie.
 
-    Args:
-        ledger: Its blocks of tensors that turn out to be on the host lose their bytes.
-        are_two: Whether the host's memory is another than the device's; else nothing is followed.
-        cpu_is_device: Whether "cpu" is known to name the device.
+    Blocks of `ledger` lose their bytes if their tensors turn out to be on the host. `are_two` says that the
+    host's memory is another than the device's; else nothing is followed. `cpu_is_device` says that "cpu" is
+    known to name the device.
     """
 
     def __init__(self, ledger: StorageLedger, *, are_two: bool, cpu_is_device: bool) -> None:
@@ -129,26 +128,29 @@ class Places:
             self._unnamed.setdefault(index, computed_from)
 
     def names_host(self, device: Any, *, of_module: bool = False) -> bool:
-        """Whether the calling code asks for the host by this device; torch's own does for modules alone."""
+        """Whether the calling code asks for the host by `device`; torch's own code does for modules alone."""
         if not self.are_two or str(device) != "cpu":
             self._names_gpu |= str(device).startswith("cuda")
             return False
         return not self.cpu_is_device and (of_module or not _is_asked_by_torch())
 
     def names_device(self, device: Any) -> bool:
-        """Whether the calling code asks for the device by this one, which it may call the CPU."""
+        """Whether the calling code asks for the training device by `device`; it may call that the CPU."""
         is_gpu = isinstance(device, int) or str(device).startswith("cuda")
         return is_gpu or (self.are_two and str(device).startswith("cpu") and not self.names_host(device))
 
     def note_moved_to_cpu(self, tensor: Tensor) -> None:
-        """If code moves its batch or its model to "cpu", it calls its device so, unless it names a GPU too."""
+        """Note that code moves a tensor to "cpu", its name for the device if that is its batch or its model.
+
+        Code that names a GPU too means the host by "cpu".
+        """
         index = self._ledger.index_of(tensor)
         category = None if index is None else self._ledger.blocks[index].category
         if self.of(tensor) is Place.BATCH or category in (Category.INPUTS, Category.PARAMETERS):
             self._note_cpu_is_device()
 
     def asked(self, func: Any, kwargs: dict[str, Any]) -> Place | None:
-        """Where a call of a torch function puts what it makes; None if it does not say."""
+        """The place in which a call of a torch function puts what it makes; None if the call does not say."""
         device, is_pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         if is_pinned or device is not None:
             is_named = not is_pinned and self.names_host(device)
@@ -157,7 +159,7 @@ class Places:
 
     @contextmanager
     def making(self, place: Place | None) -> Iterator[None]:
-        """What is made while the context is open is in a place."""
+        """Put what is made while the context is open in a place."""
         before, self._making = self._making, place
         try:
             yield
@@ -165,15 +167,7 @@ class Places:
             self._making = before
 
     def of_results(self, func: Any, inputs: list[Tensor]) -> tuple[Place, tuple[int, ...]]:
-        """Where what an op makes is.
-
-        Args:
-            func: The op.
-            inputs: The tensors that it reads.
-
-        Returns:
-            The place; and if it is unnamed, the blocks that decide it.
-        """
+        """The place of what an op makes from `inputs`; and if it is unnamed, the blocks that decide it."""
         if self._making is not None:
             return self._making, ()
         if not inputs or not (self._has_marks or self._unnamed):
@@ -196,7 +190,7 @@ class Places:
         return sum(self._ledger.blocks[index].size_bytes for index in live if index not in self._unnamed)
 
     def settle(self) -> None:
-        """What was never read together with the device's tensors is on the host: it has none of its bytes."""
+        """Take what was never read together with the device's tensors for on the host: its bytes become 0."""
         for index in self._unnamed:
             self._ledger.blocks[index].size_bytes = 0
         self._unnamed.clear()
@@ -235,7 +229,7 @@ def _module_of(frame: FrameType) -> str:
 
 @contextmanager
 def devices_told(places: Places) -> Iterator[None]:
-    """Report to code that fakes are on `DEVICE`, which distinguishes what it puts there and on the host.
+    """Report to code that fakes are on `DEVICE`, so that they differ from what it puts on the host.
 
     Torch's own code compares the devices of fakes with others, and gets the CPU, as does code of ops.
     """

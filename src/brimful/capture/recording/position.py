@@ -11,8 +11,7 @@ from brimful.trace import Phase
 class StepPosition:
     """Phase, step and micro-batch of the next op, and whether the host runs it.
 
-    Args:
-        host_is_device: Whether the host's memory is the device's, as on a CPU.
+    `host_is_device` says that the host's memory is the device's, as on a CPU.
     """
 
     def __init__(self, *, host_is_device: bool = False) -> None:
@@ -25,7 +24,7 @@ class StepPosition:
         self._is_updating = False
 
     def enter(self, phase: Phase, micro_batch: int, step: int | None = None) -> None:
-        """Begin a phase; without `step`, of the same step."""
+        """Begin a phase; without `step`, of the current step."""
         self.phase, self.micro_batch = phase, micro_batch
         self.step = self.step if step is None else step
 
@@ -36,7 +35,7 @@ class StepPosition:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The optimizer runs while the context is open, in backward too."""
+        """Count the ops as the optimizer's while the context is open, in backward too."""
         self._is_updating = True
         try:
             yield
@@ -45,7 +44,7 @@ class StepPosition:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """The host runs the ops while the context is open, and their results are in its memory."""
+        """Let the host run the ops while the context is open, with their results in its memory."""
         before, self.is_on_host = self.is_on_host, not self.host_is_device
         try:
             yield

@@ -44,14 +44,11 @@ _DEVICE_OF = torch.ops.prim.device.default
 class Recorder(TorchDispatchMode):
     """Records ops, blocks of memory and what is uncertain of them while it is entered.
 
-    Args:
-        modules: Finds the module that an op belongs to.
-        known: The values of some tensors.
-        rules: Corrections that watch ops.
-        outside: Has fakes for real tensors that ops read beside the model; None leaves those as they are.
-        host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
-        runs_own_loop: Whether the job's own loop runs, which sets torch's flags itself.
-        cpu_is_device: Whether code is known to call its device "cpu"; see `Places`.
+    `known` has the values of some tensors, and `rules` are corrections that watch ops. `outside` has fakes for
+    real tensors that ops read beside the model; None leaves those as they are. `host_is_device` says that
+    copies on the host are in the device's memory, as on a CPU; `runs_own_loop` that the job's own loop runs,
+    which sets torch's flags itself; and `cpu_is_device` that code is known to call its device "cpu", see
+    `Places`.
     """
 
     def __init__(
@@ -88,12 +85,12 @@ class Recorder(TorchDispatchMode):
         return self._log.ops
 
     def mark_here(self) -> Mark:
-        """How much is recorded so far."""
+        """A mark of how much is recorded so far."""
         return Mark(len(self.ops), len(self.ledger.blocks), len(self.ledger.events))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is recorded while the context is open: what runs is not part of the step."""
+        """Record nothing while the context is open: what runs is not part of the step."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -202,7 +199,7 @@ class Recorder(TorchDispatchMode):
             self.places.note_unnamed(tensor, decided_by)
 
     def _made_ops_ago(self, tensor: object) -> int:
-        """How many ops before the one to be recorded a tensor's memory was made; 0 if not by one."""
+        """How many ops before the one to be recorded a tensor's memory was made; 0 if no op made it."""
         if (
             self.position.is_in_optimizer
             or not isinstance(tensor, Tensor)

@@ -19,11 +19,7 @@ from brimful.capture.recording.value_reader import ValueReader
 
 
 class FakeRunner:
-    """Runs ops.
-
-    Args:
-        values: Runs those that read values.
-    """
+    """Runs ops on fake tensors; `values` runs those that read values."""
 
     def __init__(self, values: ValueReader) -> None:
         self._values = values
@@ -31,7 +27,7 @@ class FakeRunner:
         self._cache = FakeCache(self._wrapper)
 
     def run(self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpResult:
-        """Run an op; what it returns are fake tensors, or a number that it reads."""
+        """Run an op; the result has fake tensors, or a number that the op reads."""
         if info.is_view and _can_be_viewed(args[0]):
             out = self._view(func, args, kwargs)
         elif info.is_list_write and _has_no_value(args[0]):
@@ -45,7 +41,7 @@ class FakeRunner:
         return OpResult(out, None, None)
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a fake tensor's mode returns for a view of it, in an eighth of the time."""
+        """Make a view of a fake tensor as the tensor's mode does, in an eighth of the time."""
         base = args[0]
         mode, device = base.fake_mode, base.fake_device
         with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):

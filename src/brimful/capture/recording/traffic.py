@@ -24,15 +24,15 @@ def _packets(names: str) -> frozenset[Any]:
 
 
 _ALLOCATE = _packets("empty empty_like empty_strided new_empty new_empty_strided")
-"""They move nothing."""
+"""Ops that move nothing."""
 _FIRST_IS_NOT_READ = _packets(
     "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full "
     "zero_ fill_ copy_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ "
     "_foreach_zero_ _foreach_copy_"
 )
-"""Of their first argument they take the shape, or they only write to it."""
+"""Ops that take only the shape of their first argument, or only write to it."""
 _GATHERS = _packets("embedding index index_select gather")
-"""They read of their first argument as much as they return."""
+"""Ops that read of their first argument as much as they return."""
 
 Traffic = tuple[int, int]
 """Bytes read and written."""
@@ -75,7 +75,7 @@ def depends_on_shape_alone(tensor: Tensor) -> bool:
 
 
 def _distinct_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements, those that dimensions of stride 0 repeat counted once."""
+    """Bytes of a tensor's elements; those that dimensions of stride 0 repeat count once."""
     numel = tensor.numel()
     if numel and tensor.layout is torch.strided and 0 in tensor.stride():
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -90,7 +90,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _nll_loss(
     written: int, log_probs: Tensor, target: Tensor, weight: Tensor | None = None, *_: Any
 ) -> Traffic:
-    """One log probability and one weight of each row."""
+    """Traffic of a loss that reads one log probability and one weight of each row."""
     gathered = log_probs.element_size() + (0 if weight is None else weight.element_size())
     return view_bytes(target) + target.numel() * gathered, written
 
@@ -105,27 +105,27 @@ def _nll_loss_backward(
     _ignored: int,
     total_weight: Tensor,
 ) -> Traffic:
-    """The gradient is filled with zeros, then one number of each row is written."""
+    """Traffic of a gradient that is filled with zeros, before one number of each row is written."""
     gathered = 0 if weight is None else target.numel() * weight.element_size()
     read = _bytes_of((grad, target, total_weight)) + gathered
     return read, written + target.numel() * grad.element_size()
 
 
 def _backward_of_view(written: int, grad: Tensor, *_: Any, **__: Any) -> Traffic:
-    """All is filled with zeros, then the gradient is copied to its place."""
+    """Traffic of a result that is filled with zeros, before the gradient is copied to its place."""
     return view_bytes(grad), written + grad.numel() * grad.element_size()
 
 
 def _index_write(
     written: int, target: Tensor, _dim: int, index: Tensor, source: Any, *_: Any, **__: Any
 ) -> Traffic:
-    """Rows of a target are written that are as large as the source."""
+    """Traffic of a write to rows of a target that are as large as the source."""
     rows = source.numel() * target.element_size() if isinstance(source, Tensor) else written
     return _bytes_of(tensors_in((index, source))), min(rows, written)
 
 
 def _index_put(written: int, target: Tensor, indices: Any, values: Tensor, *rest: Any, **__: Any) -> Traffic:
-    """As much of a target is written as there are values; one value may fill all of it."""
+    """Traffic of a write of as much of a target as there are values; one value may fill all of it."""
     rows = min(values.numel() * target.element_size(), written) if values.numel() > 1 else written
     adds = bool(rest) and rest[0] is True
     return _bytes_of(tensors_in((indices, values))) + (rows if adds else 0), rows
@@ -134,14 +134,14 @@ def _index_put(written: int, target: Tensor, indices: Any, values: Tensor, *rest
 def _scatter(
     written: int, target: Tensor, _dim: int, index: Tensor, source: Any, *_: Any, **__: Any
 ) -> Traffic:
-    """As many elements of a target are written as there are indices; the source has at least as many."""
+    """Traffic of a write to as many elements as there are indices; the source has at least as many."""
     numel = index.numel()
     read = numel * source.element_size() if isinstance(source, Tensor) else 0
     return view_bytes(index) + read, min(numel * target.element_size(), written)
 
 
 def _adding(measure: Callable[..., Traffic]) -> Callable[..., Traffic]:
-    """The same where what is written is read before."""
+    """Traffic of an op that reads what it writes to before, from that of one that only writes."""
 
     def run(*args: Any, **kwargs: Any) -> Traffic:
         read, written = measure(*args, **kwargs)
@@ -164,4 +164,4 @@ _SPECIAL: dict[Any, Callable[..., Traffic]] = {
     aten.scatter_: _scatter,
     aten.scatter_add_: _adding(_scatter),
 }
-"""From the bytes of all results and the arguments."""
+"""Functions for the traffic of ops, from the bytes of all results and the arguments."""

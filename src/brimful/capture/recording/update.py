@@ -19,7 +19,7 @@ from brimful.trace import CUBLAS_WORKSPACE, Category, Op, Phase
 
 
 class Gradient(NamedTuple):
-    """What an optimizer can see of a gradient."""
+    """The name and layout of a gradient, which is all that an optimizer can see of it."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedPart:
-    """What a capture recorded of a part of one step."""
+    """The recording of a part of one step."""
 
     recorded: Recorded
     forward: Mark
@@ -66,17 +66,11 @@ class PartsDifferError(Exception):
 
 
 def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
-    """The whole step.
+    """Join the two parts of a step: the result is what a capture of the whole step records.
 
-    Args:
-        model: Its forward and backward, recorded without an optimizer state, as `after_setup` returns it.
-        update: The optimizer's part, recorded with the same gradients.
-
-    Returns:
-        What a capture of the whole step records.
-
-    Raises:
-        PartsDifferError: The parts do not show it.
+    `model` is forward and backward, recorded without an optimizer state, as `after_setup` returns them.
+    `update` is the optimizer's part, recorded with the same gradients. Raises `PartsDifferError` if the parts
+    do not show the whole step.
     """
     if model.gradients != update.gradients:
         raise PartsDifferError
@@ -111,15 +105,9 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
 def after_setup(model: RecordedPart, update: RecordedPart) -> RecordedPart:
     """The model's part as it runs after the setup of an update, whose matmuls may have made cuBLAS's workspace.
 
-    Args:
-        model: A step's forward and backward.
-        update: The optimizer's part.
-
-    Returns:
-        The same where the setup makes no workspace; else without the one that forward made.
-
-    Raises:
-        PartsDifferError: Backward makes none of its own, so that forward's may be that of autograd's thread.
+    The part stays the same where the setup makes no workspace; else it has none of the workspace that forward
+    made. Raises `PartsDifferError` if backward makes none of its own, so that forward's may be that of
+    autograd's thread.
     """
     if not _workspaces(update.recorded, range(update.forward.events)):
         return model
@@ -134,7 +122,7 @@ def after_setup(model: RecordedPart, update: RecordedPart) -> RecordedPart:
 
 
 def _workspaces(recorded: Recorded, events: range) -> list[int]:
-    """The events among some that allocate a workspace of cuBLAS."""
+    """The indices among `events` of those that allocate a workspace of cuBLAS."""
     return [
         index
         for index in events
@@ -168,7 +156,7 @@ def _without_allocation(part: RecordedPart, index: int) -> RecordedPart:
 
 
 def later_ops(model: RecordedPart, update: RecordedPart) -> tuple[int, int]:
-    """How many ops later forward and backward are in the whole step than in their part; and the update."""
+    """Op index shifts of the two parts in the whole step: of forward and backward, and of the update."""
     of_model = update.forward.ops - model.forward.ops
     return of_model, model.update.ops + of_model - update.update.ops
 
@@ -251,7 +239,7 @@ def _gradients_of(part: RecordedPart) -> dict[str, int]:
 
 
 def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
-    """The model's part begins as the update's does, but for the size of its batch."""
+    """Check that the model's part begins as the update's does, except for the size of its batch."""
     count = model.forward
     if model.recorded.ops[: count.ops] != update.recorded.ops[: count.ops]:
         raise PartsDifferError
@@ -264,7 +252,7 @@ def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
 
 
 def _in_micro_batch(micro_batch: int, ops: Sequence[Op]) -> Iterator[Op]:
-    """The ops of an update after a micro-batch, by which they are named."""
+    """The ops of an update, set to the micro-batch that it follows."""
     for op in ops:
         yield op if op.micro_batch == micro_batch else structs.replace(op, micro_batch=micro_batch)
 

@@ -1,4 +1,4 @@
-"""What code reads of tensors' values during a capture: the known ones, or assumed ones and a note.
+"""Values that code reads from tensors during a capture: known ones, or assumed ones and a note.
 
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C._DisableTorchDispatch` (checked: torch
 2.13, 2.11).
@@ -29,23 +29,19 @@ from brimful.trace import Guess
 aten = torch.ops.aten
 
 UNKNOWN_NUMBER = 1.0
-"""What code reads where a number cannot be known: that of a step count, or of a label that counts."""
+"""The number that code reads where it cannot be known: that of a step count, or of a label that counts."""
 _ASSUMED = {
     Guess.EXPECTED: "assumed to spread evenly over the options",
     Guess.MOST: "assumed to be the same for all rows, after each option once",
     Guess.LEAST: "assumed to be the same for all rows",
 }
-"""What is assumed of choices."""
+"""Words for the assumption about choices, by guess."""
 
 
 class ValueReader:
     """Answers what reads values, and notes which sizes they decide.
 
-    Args:
-        known: The values of some tensors.
-        modules: Finds the module that reads.
-        position: The optimizer's own numbers decide no sizes.
-        facts: For the notes.
+    `known` has the values of some tensors. The optimizer's own numbers, by `position`, decide no sizes.
     """
 
     def __init__(
@@ -64,16 +60,9 @@ class ValueReader:
         return copied
 
     def sizes_from(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor that decide sizes.
+        """The values of a tensor that decide sizes, as a real tensor on the CPU.
 
-        Args:
-            tensor: A fake one, or a real one, which has its own.
-
-        Returns:
-            A real tensor on the CPU.
-
-        Raises:
-            NotKnownError: They are not known.
+        Raises `NotKnownError` if they are not known.
         """
         values = self.known.of(tensor)
         self._note_decision(tensor)
@@ -138,7 +127,7 @@ class ValueReader:
             raise
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | bool:
-        """What an op returns that reads a number: the known one, or `UNKNOWN_NUMBER`."""
+        """The result of an op that reads a number: the known number, or `UNKNOWN_NUMBER`."""
         with suppress(NotKnownError):
             if func is aten._local_scalar_dense.default:
                 number = self.known.number_of(args[0])

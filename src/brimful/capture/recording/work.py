@@ -16,7 +16,7 @@ from brimful.capture.values.known import is_followed
 aten = torch.ops.aten
 
 _CONVOLUTION_WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-"""Position of the weights among the arguments."""
+"""Position of the weights among the arguments of convolutions."""
 
 
 class OpWork(NamedTuple):

@@ -34,16 +34,9 @@ CHOICES = frozenset({*_CHOOSE_SEVERAL, *_CHOOSE_ONE, *_ORDER})
 
 
 def chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guess: Guess) -> Tensor | None:
-    """The indices that an op is assumed to return as its last output.
+    """The indices that an op is assumed to return as its last output; None if the op chooses nothing.
 
-    Args:
-        func: Any op.
-        args: Its arguments, fake tensors among them.
-        kwargs: Its keyword arguments.
-        guess: How rows choose.
-
-    Returns:
-        Real indices; None if the op chooses nothing.
+    The arguments have fake tensors among them; the indices are real. `guess` says how rows choose.
     """
 
     def argument(position: int | None, name: str, default: Any) -> Any:
@@ -71,7 +64,7 @@ def chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], guess: Gues
 
 
 def _choices(shape: torch.Size, count: int, dim: int, guess: Guess) -> Tensor:
-    """Indices into one dimension, `count` of them in its place."""
+    """Indices into dimension `dim`, `count` of them in its place."""
     others = [size for index, size in enumerate(shape) if index != dim % len(shape)]
     rows = _rows(math.prod(others), count, shape[dim], guess)
     return rows.view(*others, count).movedim(-1, dim).contiguous()

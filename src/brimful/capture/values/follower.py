@@ -43,7 +43,7 @@ _FILLS: dict[Any, Callable[..., Any]] = {
     aten.new_ones.default: lambda *_args, **_kwargs: 1,
     aten.new_full.default: lambda _tensor, _size, value, **_kwargs: value,
 }
-"""What fills the result of ops that look at no more than the shape of their argument."""
+"""The number that fills the result of ops that look at no more than the shape of their argument."""
 
 _UNDEFINED = frozenset(
     {
@@ -83,11 +83,7 @@ _LOOK_AT_STRIDES = frozenset(
 
 
 class ValueFollower:
-    """Keeps the values of what ops return.
-
-    Args:
-        known: Where they are kept.
-    """
+    """Keeps the values of what ops return in `known`."""
 
     def __init__(self, known: KnownValues) -> None:
         self._known = known
@@ -102,12 +98,8 @@ class ValueFollower:
     ) -> None:
         """Keep the values of an op's outputs where those of its inputs are known, or it chooses.
 
-        Args:
-            func: The op; it draws no random numbers.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            inputs: The tensors among them.
-            outputs: The tensors it returned.
+        The op draws no random numbers. `inputs` are the tensors among its arguments, and `outputs` those that
+        it returned.
         """
         try:
             computed, source = self._computed(func, args, kwargs, inputs, outputs)
@@ -122,7 +114,7 @@ class ValueFollower:
     def _assume(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]
     ) -> None:
-        """Suppose what an op chooses, if that is what it does."""
+        """Keep an assumption of what an op chooses, if it is among `CHOICES`."""
         if func not in CHOICES or not is_followed_if_assumed(outputs[-1], LARGEST_CHOSEN_NUMEL):
             return
         with unset_fake_temporarily():
@@ -136,16 +128,8 @@ class ValueFollower:
     ) -> bool:
         """Take a single number drawn at random for its mean, so that Python code can compare it.
 
-        Layers that are skipped at random are decided so: what is likelier than not happens.
-
-        Args:
-            func: An op that draws.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            outputs: The tensors it returned.
-
-        Returns:
-            Whether it drew one such number.
+        Layers that are skipped at random are decided so: what is likelier than not happens. Returns whether the
+        op drew one such number.
         """
         self._known.forget_written(func, args, kwargs)
         self._assume(func, args, kwargs, outputs)
@@ -164,7 +148,7 @@ class ValueFollower:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> tuple[Any, int]:
-        """What an op returns, and where the values of that are from."""
+        """The result of an op on real values, and where these are from."""
         are_few = all(map(is_followed, outputs))
         if not outputs or not (
             are_few or (self._known.has_choices and all(map(is_followed_if_assumed, outputs)))

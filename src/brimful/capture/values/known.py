@@ -27,13 +27,14 @@ LARGEST_KNOWN_NUMEL = 2**20
 """Tensors of more integers or booleans are not followed. An id for each token of a batch is fewer, a mask for
 each pair of tokens is more; so following an op takes a millisecond at most."""
 LARGEST_CHOSEN_NUMEL = 2**24
-"""The same for assumed choices, such as the experts of each token."""
+"""Assumed choices of more elements are not followed, such as the experts of each token."""
 LARGEST_ASSUMED_NUMEL = 2**26
-"""The same for what is computed from them: a mask of 65,536 tokens × 8 choices × 128 experts. As int64 it takes
-512 MiB while it lives, and about 0.6 s to fill and add up (one thread of an AMD EPYC)."""
+"""Tensors of more elements that are computed from assumed choices are not followed. The limit is a mask of
+65,536 tokens × 8 choices × 128 experts. As int64 it takes 512 MiB while it lives, and about 0.6 s to fill and
+add up (one thread of an AMD EPYC)."""
 LARGEST_KNOWN_FLOATS = 2**16
-"""The same for other numbers, which most ops have to do with: a mask that is added for each token is fewer,
-most activations are more."""
+"""Tensors of more other numbers, which most ops have to do with, are not followed: a mask that is added for
+each token is fewer, most activations are more."""
 
 DATA, CHOICE = 1, 2
 """Where values are from: the batch, buffers and other tensors; or an assumed choice. 0 is a constant."""
@@ -46,13 +47,10 @@ class NotKnownError(Exception):
 
 
 class KnownValues:
-    """The values that some fake tensors stand for.
+    """The values that some fake tensors stand for; `guess` is what is assumed of choices.
 
-    They are kept on the tensor, with how often its storage had been written to by then in unknown ways, and
+    Values are kept on the tensor, with how often its storage had been written to by then in unknown ways, and
     where they are from.
-
-    Args:
-        guess: What is assumed of choices.
     """
 
     has_assumed = False
@@ -69,10 +67,7 @@ class KnownValues:
     def remember(self, fake: Tensor, real: Tensor, *, like: Tensor | None = None) -> None:
         """Keep the values of `real`, which `fake` stands for, if they are few.
 
-        Args:
-            fake: Stands for `real`.
-            real: Of the batch, or computed.
-            like: A tensor with values from where these are from; None for the batch, buffers and others.
+        `like` is a tensor whose values have the same source; None for the batch, buffers and others.
         """
         source = DATA if like is None else self.source_of(like)
         is_few = is_followed(real) or (source & CHOICE and is_followed_if_assumed(real))
@@ -92,16 +87,9 @@ class KnownValues:
         )
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor.
+        """The values of a fake tensor, as a real one on the CPU; a real tensor is returned as it is.
 
-        Args:
-            tensor: A fake one, or a real one, which has its own.
-
-        Returns:
-            A real tensor on the CPU.
-
-        Raises:
-            NotKnownError: They are not known.
+        Raises `NotKnownError` if the values are not known.
         """
         if type(tensor) is not FakeTensor:
             return tensor
@@ -113,53 +101,29 @@ class KnownValues:
         return value
 
     def number_of(self, tensor: Tensor) -> float | bool:
-        """The one number of a tensor.
-
-        Args:
-            tensor: A fake or a real one, of one element.
-
-        Returns:
-            What `item` would.
-
-        Raises:
-            NotKnownError: It is not known.
-        """
+        """The number in a tensor of one element, as `item` returns it; raises `NotKnownError` as `of` does."""
         value = self.of(tensor)
         with torch._C._DisableTorchDispatch():  # no mode need look at it
             return value.item()
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op returns for the values of its arguments.
+        """The result of an op for the real values of its arguments, fake tensors among them.
 
-        Args:
-            func: The op.
-            args: Its arguments, fake tensors among them.
-            kwargs: Its keyword arguments.
-
-        Returns:
-            What it returns for real ones.
-
-        Raises:
-            NotKnownError: Those of one argument are not known.
+        Raises `NotKnownError` if the values of one argument are not known.
         """
         args, kwargs = tree_map_only(Tensor, self.of, (args, kwargs))
         with unset_fake_temporarily(), torch.no_grad():
             return func(*args, **kwargs)
 
     def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hold nothing for known of what an op writes to, through any view of it."""
+        """Forget the values of what an op writes to, through any view of it."""
         for tensor in written_tensors(func, args, kwargs):
             self.forget(tensor)
 
     def to_fake(self, real: Tensor, *, like: Tensor | None = None) -> Tensor:
-        """A fake tensor that stands for a real one; what is small of that is known.
+        """A fake tensor that stands for a real one, of the same shape and type; few values are kept.
 
-        Args:
-            real: Computed from others.
-            like: One of those.
-
-        Returns:
-            A tensor of the same shape and type.
+        `real` is computed from other tensors, of which `like` is one.
         """
         fake = torch.empty_like(real)  # fake, as the fake mode is in force
         self.remember(fake, real, like=like)
@@ -175,7 +139,7 @@ class KnownValues:
                 self.keep(tensor, value.clone(memory_format=torch.contiguous_format), source)
 
     def forget(self, tensor: Tensor) -> None:
-        """Hold the values of a tensor, and of all views of its storage, for unknown."""
+        """Forget the values of a tensor, and of all views of its storage."""
         if type(tensor) is FakeTensor and tensor.layout is torch.strided:
             setattr(tensor.untyped_storage(), self._WRITES, self._unknown_writes(tensor) + 1)
 
@@ -186,7 +150,7 @@ class KnownValues:
         return writes
 
     def source_of(self, tensor: Tensor) -> int:
-        """Where the values of a tensor are from; of one whose values are not known, nowhere."""
+        """Where the values of a tensor are from: `DATA`, `CHOICE` or both; 0 if constant or not known."""
         if type(tensor) is not FakeTensor:
             return DATA
         known = tensor.__dict__.get(self._ATTRIBUTE)
@@ -205,6 +169,6 @@ def is_followed(tensor: Tensor) -> bool:
 
 
 def is_followed_if_assumed(tensor: Tensor, largest_numel: int = LARGEST_ASSUMED_NUMEL) -> bool:
-    """The same for what is computed from assumed choices."""
+    """Whether a tensor that is computed from assumed choices is small enough for its values to be followed."""
     is_whole = tensor.layout is torch.strided and tensor.dtype in WHOLE
     return is_whole and math.prod(tensor.shape) <= largest_numel

@@ -24,7 +24,7 @@ from brimful.trace import Guess
 aten = torch.ops.aten
 
 SHAPED_BY_VALUES = frozenset({aten._pack_padded_sequence.default})
-"""Such ops that torch has not tagged as such."""
+"""Ops whose results have a shape that depends on values, and that torch has not tagged so."""
 
 _UNIQUES = frozenset(
     {
@@ -38,19 +38,9 @@ _UNIQUES = frozenset(
 
 
 def run_with_known_shape(known: KnownValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op whose output shape depends on values that are known.
+    """Run an op whose output shape depends on known values; returns fake tensors of the shapes they lead to.
 
-    Args:
-        known: The values.
-        func: An op that cannot be run on fake tensors for that reason.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Fake tensors of the shapes that the values lead to.
-
-    Raises:
-        NotKnownError: The values that decide are not known.
+    Raises `NotKnownError` if the values that decide are not known.
     """
     if func in _RUNS:
         return _RUNS[func](known, *args, **kwargs)
@@ -61,22 +51,12 @@ def run_with_known_shape(known: KnownValues, func: Any, args: tuple[Any, ...], k
 def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op whose output shape depends on unknown values as if it were the largest there can be.
 
-    A mask is true everywhere, and counts as such from then on; elements differ; sequences have their full
-    length; what is to be repeated an unknown number of times is repeated once, as an unknown number reads as 1.
-    Under `Guess.LEAST` a mask is true nowhere, elements are equal, sequences have the length 1, and nothing is
-    repeated.
+    A mask is true everywhere, and counts as such from then on, which `known` keeps; elements differ; sequences
+    have their full length; what is to be repeated an unknown number of times is repeated once, as an unknown
+    number reads as 1. Under `Guess.LEAST` a mask is true nowhere, elements are equal, sequences have the length
+    1, and nothing is repeated.
 
-    Args:
-        known: Keeps what is assumed of masks.
-        func: An op that cannot be run on fake tensors for that reason.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Fake tensors of the largest shapes.
-
-    Raises:
-        NotKnownError: Nothing says how large they can be.
+    Raises `NotKnownError` if nothing says how large the results can be.
     """
     if func in _UNIQUES:
         return _all_different(known, func, args, kwargs)
@@ -102,7 +82,7 @@ def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...],
 
 
 def _index(known: KnownValues, tensor: Tensor, indices: Iterable[Tensor | None]) -> Any:
-    """Each boolean index is given by the positions at which it is true."""
+    """Index a tensor, each boolean index given by the positions at which it is true."""
     plain: list[Tensor | None] = []
     for index in indices:
         plain += _positions(known, index) if index is not None and _is_mask(index) else [index]
@@ -137,7 +117,7 @@ def _ctc_loss(
 ) -> tuple[Tensor, Tensor]:
     """Losses (B,) and log alphas (B, T, 2 · longest target + 1) for log probabilities (T, B, classes).
 
-    So the CPU's kernel makes them (torch 2.13).
+    The CPU's kernel makes them so (torch 2.13).
     """
     with unset_fake_temporarily():
         longest = int(known.of(target_lengths).max())
@@ -160,7 +140,7 @@ def _pack(known: KnownValues, padded: Tensor, lengths: Tensor, _batch_first: boo
 def _all_different(
     known: KnownValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, ...]:
-    """What a search for unique elements gives if all differ: those, where each is, how often it is there."""
+    """The elements, the place of each and how often it is there, if all of those searched differ."""
     tensor = args[0]
     if tensor.numel() > LARGEST_KNOWN_NUMEL:
         raise NotKnownError
@@ -175,7 +155,7 @@ def _all_different(
 
 
 def _positions(known: KnownValues, tensor: Tensor) -> list[Tensor]:
-    """Where a mask is not zero, one fake tensor for each dimension; known if they are few."""
+    """Positions where a mask is not zero, one fake tensor for each dimension; known if they are few."""
     mask = known.of(tensor)
     with unset_fake_temporarily():
         if (

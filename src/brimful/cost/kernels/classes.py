@@ -29,16 +29,7 @@ LAUNCHES_NOTHING = frozenset(
 
 
 def kernels_of(op: Op, sm_count: int, *, is_tf32: bool = False) -> list[Kernel]:
-    """The kernels that an op launches on a GPU.
-
-    Args:
-        op: An op of the GPU.
-        sm_count: Multiprocessors of the GPU.
-        is_tf32: Whether float32 products round to TF32.
-
-    Returns:
-        An empty list for an op that only allocates, else at least one.
-    """
+    """The kernels that an op launches on a GPU; an empty list for an op that only allocates."""
     base, moved_bytes = base_name(op.name), op.read_bytes + op.written_bytes
     if base in LAUNCHES_NOTHING:
         return []

@@ -35,17 +35,9 @@ LARGE_FILTER = 25
 def convolution_kernels(
     conv: Convolution, dtype: str, weight_bytes: int, sm_count: int, *, is_tf32: bool = False
 ) -> Iterator[Kernel]:
-    """The kernels of a forward, or of the gradients of input and weight.
+    """The kernels of a convolution's forward, or of the gradients of its input and weight.
 
-    Args:
-        conv: Problem size.
-        dtype: Type of the arithmetic.
-        weight_bytes: Bytes of the weight.
-        sm_count: Multiprocessors of the GPU.
-        is_tf32: Whether float32 rounds to TF32.
-
-    Yields:
-        One kernel for each result, and conversions between layouts where tensor cores need channels_last.
+    There is one for each result, and conversions between layouts where tensor cores need channels_last.
     """
     size = 2 if dtype in HALF_TYPES else 4
     inputs = conv.samples * conv.in_channels * conv.in_positions * size
@@ -67,7 +59,7 @@ def convolution_kernels(
 
 
 def _depthwise(conv: Convolution, moved_bytes: int) -> Kernel:
-    """Each channel alone, without tensor cores."""
+    """The kernel of a depthwise convolution: each channel alone, without tensor cores."""
     layout = "_channels_last" if conv.is_channels_last else ""
     large = "_large" if conv.kernel >= LARGE_FILTER else ""
     flops = 2.0 * conv.samples * conv.out_positions * conv.out_channels * conv.kernel
@@ -91,7 +83,7 @@ def _padded(channels: int, step: int) -> int:
 
 
 def _dense(conv: Convolution, result: str, moved_bytes: int, sm_count: int) -> Kernel:
-    """As an implicit matrix product (cuDNN's implicit GEMM)."""
+    """The kernel of a convolution without groups, as an implicit matrix product (cuDNN's implicit GEMM)."""
     positions, ins, outs = conv.samples * conv.out_positions, conv.in_channels, conv.out_channels
     rows, columns, inner = {
         "output": (positions, outs, ins * conv.kernel),

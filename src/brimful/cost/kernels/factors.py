@@ -35,9 +35,7 @@ UNKNOWN = "unknown"
 class FactorTable:
     """The factors of all classes on one GPU, and the fractions of its peaks that it reaches.
 
-    Args:
-        reached: Fractions of the peaks.
-        measured: Factors of classes that were measured on the GPU; the table has those of others.
+    `measured` has the factors of classes that were measured on the GPU; the table has those of others.
     """
 
     def __init__(self, reached: PeakFractions, measured: Mapping[str, KernelFactors]) -> None:
@@ -79,19 +77,12 @@ def _kernel_table() -> dict[str, KernelFactors]:
 
 
 def reached_by(device: Device) -> PeakFractions:
-    """The fractions that a GPU reaches: of its own row, else of its architecture and kind of memory.
-
-    Args:
-        device: A GPU of the table.
-
-    Returns:
-        The most specific row.
-    """
+    """The fractions that a GPU reaches, from its own row, else from its architecture's and kind of memory's."""
     return _reached(device.name, device.architecture, memory_kind(device))
 
 
 def memory_kind(device: Device) -> str:
-    """HBM or GDDR: as the device says, else by its name."""
+    """Type of a GPU's memory, HBM or GDDR: as the device says, else by its name."""
     return device.memory_type or memory_type_of(device.name)
 
 
@@ -115,7 +106,7 @@ def _reached(name: str, architecture: str, memory: str) -> PeakFractions:
 
 
 def _specificity(cells: dict[str, str], name: str, architecture: str, memory: str) -> int:
-    """3 for a row of the GPU, 2 of its architecture and memory, 1 of its memory, 0 of another."""
+    """3 for a row of the GPU, 2 of its architecture and memory, 1 of its memory, -1 if it does not apply."""
     if cells["gpus"]:
         return 3 if name in listed(cells["gpus"]) else -1
     if cells["memory"] != memory:

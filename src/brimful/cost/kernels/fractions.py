@@ -27,21 +27,22 @@ class PeakFractions:
 
     bandwidth: float
     half: float
-    """Of the peak of fp16 and bf16, with float32 accumulation; above 1 where a card runs above its rated
-    clock."""
+    """Fraction of the peak of fp16 and bf16, with float32 accumulation; above 1 where a card runs above its
+    rated clock."""
     tf32: float
-    """Of the peak of TF32."""
+    """Fraction of the peak of TF32."""
     fp32: float
-    """Of the peak of float32 outside tensor cores, for products."""
+    """Fraction of the peak of float32 outside tensor cores, for products."""
     attention: float
-    """Of the peak of the type in fused attention, whose kernels do not use all that newer GPUs have."""
+    """Fraction of the peak of the type in fused attention, whose kernels do not use all that newer GPUs
+    have."""
     attention_spread: float
     """Least spread of the classes of fused attention: 0 on GPUs where it was measured."""
     convolution_half: float
     """Rate of convolutions by filters of several elements relative to products, in half types and TF32: 1 where
     cuDNN's kernels are as good as cuBLAS's, or it is not known."""
     convolution_fp32: float
-    """The same in float32 outside tensor cores."""
+    """Rate of these convolutions relative to products in float32 outside tensor cores."""
     convolution_spread: float
     """Least spread of these convolutions: 0 where their rate relative to products is that of the fit."""
     spread: float

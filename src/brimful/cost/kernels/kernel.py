@@ -23,7 +23,7 @@ class Kernel(NamedTuple):
     name: str
     """Class: a row of `data/kernel_factors.csv`."""
     flops: float = 0.0
-    """With those that tiles and padding waste; 0 where arithmetic does not limit."""
+    """FLOPs with those that tiles and padding waste; 0 where arithmetic does not limit."""
     unit: Unit = Unit.TENSOR
     moved_bytes: int = 0
     """Operands read once and results written once."""

@@ -19,8 +19,8 @@ from brimful.devices import Device, RateCurve
 from brimful.trace.extents import Convolution
 
 PROBE_SAMPLES, PROBE_CHANNELS, PROBE_KERNEL = 32, 128, 9
-"""Of the convolution that is timed on a GPU, forward and backward, contiguous: 3 × 3 from as many channels to
-as many. Its images are square."""
+"""Size of the convolution that is timed on a GPU, forward and backward, contiguous: 3 × 3 from as many channels
+to as many. Its images are square."""
 
 CLEARLY_LONGER = 1.5
 """Times the smallest size's time: from here on the host is not what takes the time. A choice."""
@@ -48,13 +48,9 @@ off (benchmarks/results/step_time.json, step_time_xeon.json)."""
 
 
 def measured_rates(device: Device) -> dict[str, float]:
-    """Amounts per second of the GPU's own work, by kind.
+    """Amounts per second of a calibrated GPU's own work, by kind.
 
-    Args:
-        device: A calibrated GPU.
-
-    Returns:
-        Nothing for kinds of which even the largest size took little more than a launch.
+    Kinds of which even the largest size took little more than a launch are missing.
     """
     rates = {}
     for curve in device.curves:
@@ -65,15 +61,10 @@ def measured_rates(device: Device) -> dict[str, float]:
 
 
 def measured_fractions(device: Device, rates: Mapping[str, float], table: PeakFractions) -> PeakFractions:
-    """The fractions of the peaks that probes reached, else those of the table.
+    """Fractions of a calibrated GPU's peaks that probes reached, else those of the table.
 
-    Args:
-        device: A calibrated GPU.
-        rates: From `measured_rates`.
-        table: Of the GPU without its calibration.
-
-    Returns:
-        Those of convolutions too, if `with_convolutions` follows.
+    `rates` are those of `measured_rates`; `table` has the fractions without calibration. Those of convolutions
+    follow from `with_convolutions`.
     """
     half = "bfloat16" if device.bf16_flops_per_second is not None else "float16"
     peaks = {
@@ -95,13 +86,9 @@ def measured_fractions(device: Device, rates: Mapping[str, float], table: PeakFr
 
 
 def measured_factors(rates: Mapping[str, float]) -> Iterator[tuple[str, KernelFactors]]:
-    """Passes of each class that was measured: how much slower than elementwise it moves bytes.
+    """Yield the name and factors of each class that was measured.
 
-    Args:
-        rates: From `measured_rates`.
-
-    Yields:
-        Name and factors of a class.
+    Passes are how much slower than elementwise a class moves bytes. `rates` are those of `measured_rates`.
     """
     if "elementwise" not in rates:
         return
@@ -116,13 +103,8 @@ def with_convolutions(
 ) -> PeakFractions:
     """The fractions with those of convolutions, relative to products in the same type.
 
-    Args:
-        device: A calibrated GPU.
-        reached: Fractions for products and memory.
-        factors: Of all classes.
-
-    Returns:
-        Of half types and of float32, each unchanged if it was not measured; sizes differ by their spread.
+    Those of half types and of float32 stay as they are if they were not measured; the spread is that between
+    sizes. `reached` has the fractions for products and memory, `factors` those of all classes.
     """
     by_kind = {curve.kind: curve for curve in device.curves}
     half = "bfloat16" if device.bf16_flops_per_second is not None else "float16"
@@ -151,7 +133,7 @@ def _logarithms(
     reached: PeakFractions,
     factors: Mapping[str, KernelFactors],
 ) -> list[float]:
-    """Of modelled over measured time of the probe's convolutions, at each size that the GPU limits."""
+    """Logarithms of modelled over measured time of the probe's convolutions, for sizes that the GPU limits."""
     least = CLEARLY_LONGER * curve.points[0][1]
     peak = (device.flops_per_second(dtype) or device.fp32_flops_per_second) * reached.arithmetic(
         dtype, is_tf32=False
@@ -172,7 +154,7 @@ def _logarithms(
 
 
 def _probe_kernels(flops: float, dtype: str, sm_count: int) -> Iterator[Kernel]:
-    """Forward and backward of the probe that has these FLOPs."""
+    """Forward's and backward's kernels of the probe that has these FLOPs."""
     per_position = 3 * 2 * PROBE_SAMPLES * PROBE_KERNEL * PROBE_CHANNELS**2
     positions = round(flops / per_position)
     size = 2 if dtype in HALF_TYPES else 4

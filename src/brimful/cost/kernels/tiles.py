@@ -31,15 +31,8 @@ def tiled_flops(products: int, rows: int, columns: int, inner: int, sm_count: in
     The last tile of each dimension is padded to its size (tile quantization), and the last wave of tiles takes
     as long as a full one (wave quantization).
 
-    Args:
-        products: Independent products of one call.
-        rows: Rows of each result.
-        columns: Columns of each result.
-        inner: Length of the dimension that is summed over.
-        sm_count: Multiprocessors of the GPU.
-
-    Returns:
-        FLOPs, at least 2 · products · rows · columns · inner.
+    `products` counts the independent products of one call. The result is at least 2 · products · rows · columns
+    · inner.
     """
     best = float("inf")
     for long, short, slowdown in TILES:

@@ -60,7 +60,7 @@ class PlanningProblem:
 
     chain: Problem
     actions: tuple[tuple[UnitAction, ...], ...]
-    """By unit and option."""
+    """Actions by unit and option."""
 
     def chosen(self, choice: tuple[int, ...]) -> tuple[UnitAction, ...]:
         """The actions that a choice of options means."""
@@ -75,7 +75,7 @@ class PlanningProblem:
         return any(action.action is Action.OFFLOAD for actions in self.actions for action in actions)
 
     def without_offloading(self) -> PlanningProblem:
-        """The same problem without options that offload, which are the last ones of each unit."""
+        """The problem without options that offload, which are the last ones of each unit."""
         actions = tuple(
             tuple(action for action in of_unit if action.action is not Action.OFFLOAD)
             for of_unit in self.actions
@@ -154,18 +154,18 @@ class _Bytes:
     stored: NDArray[np.int64]
     """s, (n,)."""
     kept_peaks: NDArray[np.int64]
-    """Inside a kept unit, with nothing retained before it, (n,)."""
+    """Peaks inside a kept unit, with nothing retained before it, (n,)."""
     kept_backward_peaks: NDArray[np.int64]
-    """The same in its backward alone, (n,)."""
+    """Peaks in a kept unit's backward alone, with nothing retained before it, (n,)."""
     gap_peaks: tuple[int, ...]
-    """Outside of all units, n + 1 of them."""
+    """Peaks outside of all units, n + 1 of them."""
     recomputed: SteadyStep
     recomputed_levels: NDArray[np.int64]
-    """With nothing retained before the unit that runs, (P,)."""
+    """Levels with nothing retained before the unit that runs, (P,)."""
 
     @classmethod
     def of(cls, k: SteadyStep, r: SteadyStep) -> _Bytes:
-        """Of the kept step and the recomputed one."""
+        """Compute the bytes from the kept step `k` and the recomputed step `r`."""
         kept_before, starts_before, stored_before = _differences(k, r)
         alone = k.live_bytes - kept_before[k.moment, k.first] + starts_before[k.first]
         kept_peaks, kept_gaps = k.peaks(alone)
@@ -193,7 +193,7 @@ class _Levels:
     """Bytes at the positions inside one recomputed unit, with nothing retained before it."""
 
     events: NDArray[np.int64]
-    """Of the trace, in order."""
+    """Events of the trace, in order."""
     level_bytes: NDArray[np.int64]
 
     def add(self, extension: Extension) -> None:
@@ -265,15 +265,7 @@ def _is_dominated(option: Option, by: Option) -> bool:
 def _differences(
     kept: SteadyStep, recomputed: SteadyStep
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """What only one of the captures holds.
-
-    Args:
-        kept: Every unit kept.
-        recomputed: Every unit recomputed.
-
-    Returns:
-        U(i) at each moment, (2, n + 1), V(i), (n + 1,), and S(i), (n + 1,).
-    """
+    """U(i) at each moment, (2, n + 1), V(i), (n + 1,), and S(i), (n + 1,): what one capture alone holds."""
     kept_only = np.zeros((2, kept.unit_count + 1), dtype=np.int64)
     stored = np.zeros(kept.unit_count + 1, dtype=np.int64)
     starts_before = np.zeros(kept.unit_count + 1, dtype=np.int64)

@@ -11,8 +11,8 @@ LOSS_CHUNKS = 8
 and with more parts, of fewer tokens each, products become slower."""
 
 LARGE_FRACTION = 0.02
-"""Of a step's peak. What a cross-entropy takes at once is three or four times its logarithms of probabilities:
-where they are less, computing it in chunks spares less than a tenth."""
+"""Fraction of a step's peak. What a cross-entropy takes at once is three or four times its logarithms of
+probabilities: where they are less, computing it in chunks spares less than a tenth."""
 
 _PRODUCTS = frozenset({"mm", "addmm"})
 
@@ -20,7 +20,8 @@ _PRODUCTS = frozenset({"mm", "addmm"})
 def logits_layer(baseline: Trace) -> str | None:
     """The dotted path of the linear layer whose output a large cross-entropy takes.
 
-    None if there is no cross-entropy, it is small, or its logits are not the output of a linear layer.
+    The result is None if the step has no cross-entropy, it is small, or its logits are not the output of a
+    linear layer.
     """
     forward = [op for op in baseline.ops if op.phase is Phase.FORWARD]
     losses = [place for place, op in enumerate(forward) if op_kind(op.name) == "_log_softmax"]

@@ -83,7 +83,7 @@ def _input_bytes(trace: Trace, owner: list[int], unit_count: int, micro_batch: i
 
 
 def _peaks(steady: SteadyStep) -> tuple[list[int], list[int]]:
-    """W and V."""
+    """W and V of `solvers.segments`, in bytes."""
     count = steady.unit_count
     outside = np.zeros(count + 1, dtype=np.int64)
     backward = np.zeros(count, dtype=np.int64)

@@ -44,9 +44,9 @@ class OffloadOptions:
     """Units that may be offloaded."""
     copy_bytes_per_second: float
     forward_seconds: NDArray[np.float64]
-    """Including what runs between it and the unit before, (n,)."""
+    """Time of each unit's forward, including what runs between it and the unit before, (n,)."""
     backward_seconds: NDArray[np.float64]
-    """Including what runs between it and the unit before, (n,)."""
+    """Time of each unit's backward, including what runs between it and the unit before, (n,)."""
     prices: RecomputePrices
 
     def beside_copies(self, unit: int, option: Option) -> Option:

@@ -31,8 +31,8 @@ recomputed, and may: CUDA's top-k breaks ties in any order, and scores that diff
 places. What they return is small, a few numbers a token."""
 
 _NEVER_SAVED = frozenset({CASTS, "clone", "empty"})
-"""Of clones some are of buffers, made by what recomputes, which does not count them; an empty tensor is nothing
-to save."""
+"""Kinds of ops that are never saved. Some clones are of buffers, made by what recomputes, which does not count
+them; an empty tensor is nothing to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class Extension:
     """How saving a result changes the time for which it is held."""
 
     first_event: int
-    """Of the trace: where the forward drops it, or where the recomputation makes it a second time."""
+    """Event of the trace at which the forward drops it, or the recomputation makes it a second time."""
     stop_event: int
-    """Where the recomputation makes it again, or where the first of two is dropped."""
+    """Event at which the recomputation makes it again, or the first of two is dropped."""
     size_bytes: int
-    """Held more; negative where there is one of it less."""
+    """Bytes held more; negative where there is one copy fewer."""
     begins_in_forward: bool
     """Whether it is held between forward and backward. What a unit returns is not: the next unit holds it as
     its input, to the end of its own backward."""
@@ -55,11 +55,11 @@ class SavableOp:
     """An op that a recomputation runs again, and need not."""
 
     name: str
-    """As in `UnitAction.saved`."""
+    """Name of the op, as in `UnitAction.saved`."""
     seconds: float
-    """What running it again takes."""
+    """Time to run it again."""
     extensions: tuple[Extension, ...]
-    """Of what it returns, in every micro-batch captured."""
+    """Extensions of what it returns, in every micro-batch captured."""
     size_bytes: int
     """Bytes held more between forward and backward of one micro-batch."""
 
@@ -76,13 +76,13 @@ class UnitOps:
     forward_count: int
     """Ops of its forward."""
     recompute_seconds: float
-    """What its recomputation takes, with nothing saved."""
+    """Time of its recomputation, with nothing saved."""
     savable: tuple[SavableOp, ...]
-    """In the order in which they are worth saving; none where forward and recomputation cannot be matched."""
+    """Ops, the one most worth saving first; none where forward and recomputation cannot be matched."""
 
     @property
     def choices(self) -> tuple[SavableOp, ...]:
-        """Those that every set begins with, and that are saved wherever the unit is recomputed."""
+        """The ops that every set begins with, and that are saved wherever the unit is recomputed."""
         return tuple(op for op in self.savable if op.is_choice)
 
     def sets(self) -> Iterator[tuple[SavableOp, ...]]:
@@ -130,11 +130,12 @@ class UnitCall:
 
     forward: tuple[int, ...]
     again: tuple[int, ...]
-    """Of its recomputation, which stops early."""
+    """Ops of the recomputation, which stops early."""
     pairs: Mapping[str, tuple[int, int]] | None
     """By an op's name: its index in the forward and in the recomputation. None where the two do not match."""
     input_pairs: tuple[tuple[int, int], ...] = ()
-    """The same of the ops that make the unit's input, where they belong to it. Nothing of them can be saved."""
+    """Indices in forward and recomputation of the ops that make the unit's input, where they belong to it. None
+    of their results can be saved."""
 
 
 def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
@@ -188,7 +189,7 @@ def _call(trace: Trace, forward: Sequence[int], again: Sequence[int], input_ops:
     made, made_again = ([index for index in part if index in input_ops] for part in (forward, again))
     own, own_again = ([index for index in part if index not in input_ops] for part in (forward, again))
     pairs = _pairs(trace, *_without_copies(trace, own, own_again))
-    # The last ones are those that make the input: an earlier op may serve something else.
+    # The last ops are those that make the input: an earlier op may serve something else.
     input_pairs = tuple(zip(made[max(len(made) - len(made_again), 0) :], made_again, strict=False))
     is_alike = len(input_pairs) == len(made_again) and all(
         trace.ops[first].name == trace.ops[second].name for first, second in input_pairs
@@ -224,7 +225,7 @@ class _Results:
         return tuple(self._extension(first, second) for first, second in pairs)
 
     def _extension(self, first: int, second: int) -> Extension:
-        """For one result: the storage that the forward makes and the one that the recomputation makes."""
+        """The effect of saving one result, given the storages that forward and recomputation make for it."""
         size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
         dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
         if dropped <= made_again:

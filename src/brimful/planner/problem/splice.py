@@ -53,9 +53,9 @@ class Splicer:
         self._backward_begins = _backward_begins(recomputed, owner)
         self._op_of_event = [event.op for event in recomputed.events]
         self._made: dict[int, list[int]] = defaultdict(list)
-        """By op, what it returns."""
+        """By op, the storages that it returns."""
         self._inside: dict[int, list[int]] = defaultdict(list)
-        """By op, what else is allocated while it is the latest one begun: memory of its kernel."""
+        """By op, other storages that are allocated while it is the latest one begun: memory of its kernel."""
         self._allocated: dict[int, int] = {}
         self._freed: dict[int, int] = {}
         for position, event in enumerate(recomputed.events):
@@ -74,14 +74,10 @@ class Splicer:
         return all(call.pairs is not None for calls in self._calls for call in calls)
 
     def spliced(self, actions: Sequence[UnitAction]) -> Trace:
-        """The step under some actions.
+        """The step under one action for each unit, in order.
 
-        Args:
-            actions: One for each unit, in order.
-
-        Returns:
-            The trace of recomputing everything with other events. Its ops are those of recomputing everything,
-            so it has no information about time.
+        Its ops are those of recomputing everything, only the events differ, so it has no information about
+        time.
         """
         edits = _Edits(self._trace, self._allocated, self._freed)
         for unit, (action, calls) in enumerate(zip(actions, self._calls, strict=True)):
@@ -101,7 +97,7 @@ class Splicer:
             self._save(call, action.saved, edits)
 
     def _offload(self, call: UnitCall, most_bytes: int | None, edits: _Edits) -> None:
-        """Free what the forward made when the next unit's ends; make it again when that one's backward begins.
+        """Free what the forward made when the next unit's ends; make it again before the next unit's backward.
 
         What the unit passes on, and what others hold when it ends, is kept; so is everything where no other
         unit's forward and backward follow.
@@ -234,7 +230,7 @@ class _Edits:
             self._replaced[freed] = structs.replace(self._trace.events[freed], storage=original)
 
     def merge_until(self, original: int, storage: int, last_user: int, position: int) -> None:
-        """The same, held until an op ends, whose last event is before `position`."""
+        """Merge, but hold what the forward made until an op ends, whose last event is before `position`."""
         self.drop(storage)
         if original in self._freed:
             self.dropped.add(self._freed[original])
@@ -248,7 +244,6 @@ class _Edits:
             self.dropped.add(freed)
 
     def events(self) -> Iterator[Event]:
-        """All events, in order."""
         for position, event in enumerate(self._trace.events):
             yield from self.inserted.get(position, ())
             if position not in self.dropped:
@@ -257,7 +252,7 @@ class _Edits:
 
 
 def _followed_by(trace: Trace, calls: Sequence[Sequence[UnitCall]]) -> dict[int, tuple[int, int, int]]:
-    """By the first op of a call: the next unit in its micro-batch, that, and the last op of its forward."""
+    """By the first op of a call: the next unit, the micro-batch of both, and the last op of its forward."""
     ordered = sorted(
         (call.forward[0], unit, trace.ops[call.forward[0]].micro_batch, call.forward[-1])
         for unit, of_unit in enumerate(calls)
@@ -272,7 +267,7 @@ def _followed_by(trace: Trace, calls: Sequence[Sequence[UnitCall]]) -> dict[int,
 
 
 def _backward_begins(trace: Trace, owner: Sequence[int]) -> dict[tuple[int, int], int]:
-    """By unit and micro-batch of the last step, the first op of the backward."""
+    """By unit and micro-batch of the last step, the first op of the unit's backward."""
     begins: dict[tuple[int, int], int] = {}
     for index, (op, unit) in enumerate(zip(trace.ops, owner, strict=True)):
         if op.phase is Phase.BACKWARD and op.step == trace.captured_steps - 1 and unit >= 0:
@@ -301,10 +296,10 @@ def _freed_if_kept(
 
 
 def _counterparts(recomputed: Trace, kept: Trace) -> dict[int, int]:
-    """By op of the capture that keeps every unit, the same op of that which recomputes.
+    """By op of the capture that keeps every unit, its counterpart in the capture that recomputes.
 
-    Their ops of forward and backward are the same; only copies of buffers and casts differ in number. Empty if
-    anything else differs.
+    Their ops of forward and backward are the same; only copies of buffers and casts differ in number. The
+    mapping is empty if anything else differs.
     """
     found: dict[int, int] = {}
     index = 0

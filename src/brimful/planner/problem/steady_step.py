@@ -33,7 +33,7 @@ class StorageKey(NamedTuple):
     label: str
     size_bytes: int
     is_by_op: bool
-    """Otherwise it was stored for a recomputation, such as a random state."""
+    """Whether an op made it; else it was stored for a recomputation, such as a random state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SteadyStep:
     events: NDArray[np.int64]
     """The position of each event in the trace, (P,)."""
     live_bytes: NDArray[np.int64]
-    """After each event, (P,)."""
+    """Live bytes after each event, (P,)."""
     owner: NDArray[np.int64]
     """The unit that runs, or -1, (P,)."""
     begun: NDArray[np.int64]
@@ -60,7 +60,7 @@ class SteadyStep:
     op_owner: NDArray[np.int64]
     """The unit that runs each op of the trace, or -1, (ops,)."""
     op_begun: NDArray[np.int64]
-    """(ops,)"""
+    """Units begun when each op of the trace runs, (ops,)."""
 
     @classmethod
     def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> SteadyStep:

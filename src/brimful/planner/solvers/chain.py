@@ -57,14 +57,14 @@ class Option:
     lingering_bytes: int = 0
     """Bytes it holds besides while the next unit runs: they leave for the host meanwhile, and come back."""
     copy_seconds: float = 0.0
-    """Time of their copies, one way."""
+    """Time to copy the lingering bytes, one way."""
     forward_seconds: float = 0.0
     """Time of the unit's forward, which hides the copies of the unit before it."""
     backward_seconds: float = 0.0
-    """Time of its backward, which hides their way back."""
+    """Time of the unit's backward, which hides the copies back of the unit before it."""
 
     def waiting_seconds(self, copy_seconds: float) -> float:
-        """For how long this unit waits for copies of the unit before it."""
+        """Time for which this unit waits for copies of the unit before it."""
         return max(0.0, copy_seconds - self.forward_seconds) + max(0.0, copy_seconds - self.backward_seconds)
 
 
@@ -111,7 +111,7 @@ class Solution:
 def solve(problem: Problem, budget_bytes: int) -> Solution | None:
     """The cheapest choice whose peak is within the budget; None if there is none.
 
-    Among equally cheap choices, the one that retains least.
+    Among equally cheap choices, it is the one that retains least.
     """
     if problem.gap_peaks_bytes[0] > budget_bytes:
         return None
@@ -201,7 +201,7 @@ def _joined(parts: list[_States]) -> _States:
 
 
 def _by_what_lingers(unit: tuple[Option, ...]) -> list[list[int]]:
-    """Indices of the options, those together of which the next unit notices the same."""
+    """Indices of the options, grouped by what the next unit notices: the bytes and copies that linger."""
     alike: dict[tuple[int, float], list[int]] = defaultdict(list)
     for index, option in enumerate(unit):
         alike[option.lingering_bytes, option.copy_seconds].append(index)
@@ -213,7 +213,7 @@ def _extend(
 ) -> _States:
     """All states after one more unit under some options alike, within its constraint and the next gap's.
 
-    Of these the ones that no other matches or beats in memory and cost; bytes and copies that linger are equal.
+    States that another matches or beats in memory and cost are dropped; bytes and copies that linger are equal.
     """
     parents, retained, seconds = [], [], []
     held = states.retained + states.lingering

@@ -83,7 +83,7 @@ class _States(NamedTuple):
     start: NDArray[np.int64]
     """Where the last segment begins."""
     parent: NDArray[np.int64]
-    """Which of the states there it follows."""
+    """Index of the state at `start` that it follows."""
 
     def at(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> _States:
         return _States(self.freed[index], self.seconds[index], self.start[index], self.parent[index])
@@ -103,15 +103,7 @@ class _States(NamedTuple):
 
 
 def solve_segments(problem: SegmentProblem, budget_bytes: int) -> tuple[bool, ...] | None:
-    """The cheapest choice whose peak is within the budget.
-
-    Args:
-        problem: The units.
-        budget_bytes: Permitted.
-
-    Returns:
-        Whether each unit is nested; None if no choice is within the budget.
-    """
+    """The cheapest choice whose peak is within the budget, as whether each unit is nested; None if none is."""
     count = len(problem.input_bytes)
     if problem.forward_peaks_bytes[0] > budget_bytes:
         return None

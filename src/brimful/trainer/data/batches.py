@@ -33,17 +33,9 @@ begin with smaller ones."""
 
 
 def find_data(job: Job, data: Data | None) -> Data:
-    """Find the data to train on.
+    """The data given to the trainer, else the job's own.
 
-    Args:
-        job: Its own data are used if no other is given.
-        data: The data given to the trainer, or None.
-
-    Returns:
-        The data given, else the job's own.
-
-    Raises:
-        UsageError: There is no data, or it is not a `Data`.
+    Raises UsageError if there are none, or if they are not a `Data`.
     """
     if data is None:
         if job.data is None:
@@ -77,8 +69,8 @@ class Batches:
         warns: Warn about batches of another size than the global batch; True on one rank only.
 
     Raises:
-        UsageError: `train` is not training data.
-        BatchError: `train` is a batch without samples, or its entries have different numbers of samples.
+        UsageError: `train` is not training data, or has no samples.
+        BatchError: `train` is a batch that cannot be split, or its entries have different numbers of samples.
     """
 
     def __init__(
@@ -104,19 +96,11 @@ class Batches:
         self._example: Batch | None = None
 
     def expect(self, example: Batch | None) -> None:
-        """Refuse single samples from an iterable by comparing them with a batch.
-
-        Args:
-            example: A batch of the job; None refuses nothing.
-        """
+        """Refuse single samples from an iterable by comparing them with a batch; None refuses nothing."""
         self._example = example
 
     def warn_small_batches(self, model: nn.Module) -> None:
-        """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
-
-        Args:
-            model: The model to train.
-        """
+        """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples."""
         if self._samples is None:
             return
         if self._samples < self._global_batch_size:
@@ -143,32 +127,24 @@ class Batches:
 
     @property
     def last_samples(self) -> int | None:
-        """Samples of the last global batch of an epoch; None if it is not known."""
+        """Samples of the last global batch of an epoch; None if their number is not known."""
         if self._samples is None:
             return None
         return self._samples % self._global_batch_size or self._global_batch_size
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Global batches in an epoch; None if the data do not say."""
+        """Global batches in an epoch; None if the data do not report their number."""
         if self._samples is not None:
             return math.ceil(self._samples / self._global_batch_size)
         return _length(self._train)
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
-        """The global batches of one epoch, on the host.
+        """The global batches of one epoch, on the host; the same `epoch` gives the same order.
 
-        Args:
-            epoch: At least 0; the same number gives the same order.
-            skip: Number of batches to skip at the start. An iterable is read to skip them, so it draws their
-                random numbers before this returns.
-
-        Returns:
-            Global batches.
-
-        Raises:
-            UsageError: The data give no batch.
-            DataError: The data give fewer batches than `skip`.
+        The first `skip` batches are skipped. An iterable is read to skip them, so it draws their random numbers
+        before this returns. Raises UsageError if the data give no batch, DataError if they give fewer than
+        `skip`.
         """
         if are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
@@ -235,16 +211,9 @@ class Batches:
 def validation_batches(
     validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = SINGLE
 ) -> Iterator[tuple[Batch, bool]]:
-    """Split the validation data of this rank into micro-batches, in order.
+    """Split the validation data into this rank's micro-batches, on the host, each with whether it counts.
 
-    Args:
-        validation: One batch with all samples, or an iterable of batches.
-        micro_batch_size: Most samples of a micro-batch.
-        layout: Finds the samples of a batch.
-        ranks: The ranks that share each batch.
-
-    Yields:
-        Micro-batches on the host, and whether each counts.
+    A rank with too few samples repeats samples that do not count; see `Ranks.micro_batches`.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
         yield from ranks.micro_batches(batch, micro_batch_size, layout)
@@ -253,16 +222,10 @@ def validation_batches(
 def check_validation(
     validation: Batch | Iterable[Batch], layout: BatchLayout, *, name: str = "validation"
 ) -> None:
-    """Check the validation data.
+    """Check `Data.validation`, or the field of `Data` that `name` names.
 
-    Args:
-        validation: `Data.validation`, or `Data.training_sample`.
-        layout: Finds the samples of a batch.
-        name: Name of the field of `Data`.
-
-    Raises:
-        UsageError: It is not validation data.
-        BatchError: It is a batch without samples, or its entries have different numbers of samples.
+    Raises UsageError if it is not validation data or has no samples, BatchError if it is a batch that cannot be
+    split, or its entries have different numbers of samples.
     """
     _check_data(name, validation)
     if is_one_batch(validation):
@@ -272,15 +235,9 @@ def check_validation(
 def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) -> None:
     """Check that lists and other iterables give batches: a validation list now, training data when it is read.
 
-    Args:
-        job: Its `batch` makes a batch to compare with, and may draw random numbers. If it raises, nothing is
-            checked.
-        data: The data of the run.
-        batches: The batches of the training data.
-        samples: Number of samples of the batch to compare with.
-
-    Raises:
-        UsageError: The validation data are a list of single samples.
+    They are compared with a batch of `samples` samples that the job makes, which may draw random numbers. If
+    that raises BatchError, nothing is checked. Raises UsageError if the validation data are a list of single
+    samples.
     """
     given = [each for each in (data.train, data.validation) if each is not None]
     if all(is_one_batch(each) or are_samples(each) or _makes_batches(each) for each in given):
@@ -298,7 +255,7 @@ def _makes_batches(data: object) -> bool:
 
 
 def _check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
-    """A single sample has, in each of its tensors, one dimension less than a batch."""
+    """Raise UsageError for a single sample: each of its tensors has one dimension less than in a batch."""
     if example is None:
         return
     expected = {path: tensor for path, tensor in named_tensors(example) if tensor.dim()}
@@ -313,14 +270,7 @@ def _check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
 
 
 def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
-    """Describe how training data are loaded.
-
-    Args:
-        train: `Data.train`.
-
-    Returns:
-        The description; None if the data are one batch, or samples in memory.
-    """
+    """Describe how `Data.train` is loaded; None if it is one batch, or samples in memory."""
     if is_one_batch(train) or (are_samples(train) and not hasattr(train, "workers")):
         return None
     loader = train if isinstance(train, DataLoader) else None

@@ -12,7 +12,7 @@ class DataPosition:
     """An epoch, and the number of its global batches that the run has trained on."""
 
     epoch: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     batches: int = 0
     """Number of batches of this epoch that the run has trained on."""
     random: RandomState

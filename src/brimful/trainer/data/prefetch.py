@@ -17,17 +17,11 @@ T = TypeVar("T")
 
 
 def read_ahead(places: Iterable[T], read: Callable[[T], Batch], device: torch.device) -> Iterator[Batch]:
-    """Read batches in a thread, each while the one before it is used.
+    """Read batches in a thread, in the order of `places`, each while the one before it is used.
 
-    `read` must not draw random numbers: they would come between those of a step.
-
-    Args:
-        places: The arguments of `read`, in order.
-        read: Returns a batch on the host.
-        device: The device that trains; for a GPU the batch is pinned, which makes its copy asynchronous.
-
-    Yields:
-        The batches in order. An error in `read` is raised here.
+    `read` returns a batch on the host. It must not draw random numbers: they would come between those of a
+    step. If the device is a GPU the batch is pinned, which makes its copy asynchronous. An error in `read` is
+    raised here.
     """
     is_gpu = device.type == "cuda"
     # otherwise pinning would create a context on the first GPU (torch's own pinning thread does the same)

@@ -31,8 +31,7 @@ class RandomStream:
     def drawn_from(self) -> Iterator[None]:
         """Draw random numbers from this stream within the context.
 
-        Raises:
-            PartialUpdateError: The global state could not be restored.
+        Raises PartialUpdateError if the global state cannot be restored.
         """
         elsewhere = random_state_now(_HOST)
         try:
@@ -50,26 +49,14 @@ class RandomStream:
 
 
 def random_state_now(device: torch.device) -> RandomState:
-    """Copy the state of all generators; try again if memory runs out.
-
-    Args:
-        device: The device whose generator is copied beside the host's.
-
-    Returns:
-        The state.
-    """
+    """Copy the state of all generators, of the host and of `device`; try again if memory runs out."""
     return with_room(partial(RandomState.now, device), during="the state of random generators is read")
 
 
 def restore_random_state(state: RandomState, device: torch.device) -> None:
-    """Restore the state of all generators; try again if memory runs out.
+    """Restore what `random_state_now` returned for the device; try again if memory runs out.
 
-    Args:
-        state: What `random_state_now` returned.
-        device: The device whose generator is restored beside the host's.
-
-    Raises:
-        PartialUpdateError: The state could not be restored: the run would continue with other random numbers.
+    Raises PartialUpdateError if that fails: the run would continue with other random numbers.
     """
     try:
         with_room(partial(state.restore, device), during="random numbers are restored")
@@ -85,11 +72,7 @@ def restore_own(
 ) -> None:
     """Restore the saved random state of this rank; seed a rank that the saved run did not have.
 
-    Args:
-        of_ranks: The saved states, by rank.
-        ranks: The ranks now.
-        device: The device whose generator is restored beside the host's.
-        otherwise_seed: The seed where no state was saved for this rank.
+    `of_ranks` has the saved states by rank.
     """
     if ranks.count != len(of_ranks):
         warnings.warn(
@@ -104,12 +87,7 @@ def restore_own(
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed every generator, differently on each rank.
-
-    Args:
-        seed: At least 0.
-        rank: Rank 0 uses the seed itself.
-    """
+    """Seed every generator, differently on each rank; rank 0 uses the seed itself."""
     if rank:
         seed = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0]) >> 1
     torch.manual_seed(seed)

@@ -22,11 +22,8 @@ from brimful.trainer.storage.checkpoint import DataState
 class BatchStream:
     """Reads the batches of each epoch from a separate random stream, and keeps its position.
 
-    Create it with the same random state on every rank: the stream starts from it.
-
-    Args:
-        batches: The batches of each epoch.
-        ranks: All ranks, which read the same batches.
+    The stream starts from the random state at its creation, which must be the same on every rank: all ranks
+    read the same batches.
     """
 
     def __init__(self, batches: Batches, *, ranks: Ranks) -> None:
@@ -51,11 +48,9 @@ class BatchStream:
         )
 
     def load_state_dict(self, state: DataState, *, then: Callable[[], None]) -> None:
-        """Resume from a saved position.
+        """Resume from a position that `state_dict` returned.
 
-        Args:
-            state: What `state_dict` returned.
-            then: Called once the rest of the epoch is open; opening it may draw from the global generators.
+        `then` is called once the rest of the epoch is open; opening it may draw from the global generators.
         """
         self.position = DataPosition(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
         self._resumed = state.random, then
@@ -138,11 +133,7 @@ class BatchStream:
     def _opened_again(self, before_batch: RandomState) -> Iterator[Batch]:
         """Open the epoch again and skip the batches before the position.
 
-        Args:
-            before_batch: The random state to read the next batch with.
-
-        Returns:
-            Global batches, on the host.
+        The next batch is read with the random state `before_batch`.
         """
         rest = self._opened_at(self.position.batches)
         self.randomness.state = before_batch

@@ -43,18 +43,13 @@ class SavedHistory:
     lines: bytes
     """The lines that could be read."""
     is_damaged: bool
-    """Whether other lines were written before the save than are there now."""
+    """Whether lines that were written before the save are missing or cannot be read."""
 
 
 def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
-    """Read the records up to a save. Later steps are skipped: the resumed run takes them again.
+    """Read the records up to a save from all of `metrics.jsonl`, and the lines that could be read.
 
-    Args:
-        content: All of `metrics.jsonl`.
-        checkpoint: The save's; its validations are used, not those of `metrics.jsonl`.
-
-    Returns:
-        The records, and the lines that could be read.
+    Later steps are skipped: the resumed run takes them again. The validations are those of the checkpoint.
     """
     before = content[: checkpoint.metrics_bytes]
     is_damaged = len(before) < checkpoint.metrics_bytes
@@ -85,7 +80,7 @@ def _ranked(record: ValidationRecord) -> float:
 
 
 def _record(line: bytes) -> StepRecord | Recovery | str | None:
-    """A step, a recovery or a note; None for other kinds, such as validations, which are in the save."""
+    """Decode a step, a recovery or a note; None for other kinds, such as validations, which are in the save."""
     if not line.endswith(b"\n"):
         raise FileFormatError("a line has no end.")
     document = parse_json(line, where="a line")

@@ -15,11 +15,9 @@ from brimful.trainer.storage.weights import BEST
 
 
 class RunLogger:
-    """Logs each record of a run to `history`, `files` and `progress`; a context manager that opens both.
+    """Logs each record of a run to `history`, `files` and `progress`; a context manager that opens them.
 
-    Args:
-        files: The run directory.
-        progress: Shows the run.
+    A method that cannot write a file raises SaveError.
     """
 
     def __init__(self, files: RunFiles, progress: ProgressDisplay) -> None:
@@ -48,43 +46,22 @@ class RunLogger:
         self.files.close(failed=kind is not None, has_steps=bool(self.history.steps))
 
     def add_step(self, record: StepRecord, memory: str) -> None:
-        """Log a step.
-
-        Args:
-            record: The step.
-            memory: The peak memory, as text.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Log a step, with the peak memory as text."""
         self.history.steps.append(record)
         self.files.append_record("step", record)
         self.progress.show_step(record, memory)
 
     def add_recovery(self, recovery: Recovery, *, lost: str = "nothing is lost") -> None:
-        """Log that memory ran out.
+        """Log that memory ran out, and how training continues.
 
-        Args:
-            recovery: How training continues.
-            lost: What is lost, as text. The default is right for a recovery inside a launch.
-
-        Raises:
-            SaveError: It could not be written.
+        `lost` says what is lost; the default is right for a recovery inside a launch.
         """
         self.history.recoveries.append(recovery)
         self.files.append_record("recovery", recovery)
         self.progress.show_note(recovery_text(recovery, lost=lost))
 
     def add_validation(self, record: ValidationRecord, model: nn.Module) -> None:
-        """Log a validation; write the weights as the best ones if its loss is the lowest so far.
-
-        Args:
-            record: The validation.
-            model: The validated model.
-
-        Raises:
-            SaveError: The record or the weights could not be written.
-        """
+        """Log a validation; write the model's weights as the best ones if its loss is the lowest so far."""
         is_best = self.history.is_best(record)
         self.history.validations.append(record)
         self.files.append_record("validation", record)
@@ -93,13 +70,9 @@ class RunLogger:
         self.progress.show_validation(record)
 
     def add_note(self, note: str) -> None:
-        """Log a difference from what was announced, unless the run, or the one it resumes, has logged it.
+        """Log a difference from what was announced, unless this run, or the one it resumes, has logged it.
 
-        Args:
-            note: One line.
-
-        Raises:
-            SaveError: It could not be written.
+        `note` is one line.
         """
         if note in self.history.notes:
             return

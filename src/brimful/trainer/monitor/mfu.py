@@ -11,10 +11,7 @@ from brimful.results import StepRecord
 class Utilisation:
     """Computes the MFU of steps from the FLOPs that the plan counted for a batch of the job.
 
-    Args:
-        plan: Has the FLOPs and the sizes of a batch and the peak of the device; without a plan the MFU is not
-            known.
-        job: Says where the samples of a batch are.
+    Without a plan the MFU is not known.
     """
 
     def __init__(self, plan: Plan | None, job: Job) -> None:
@@ -26,14 +23,9 @@ class Utilisation:
             self._layout = layout_of(job, whole=plan.settings.global_batch_size)
 
     def of(self, record: StepRecord, batch: Batch) -> float | None:
-        """The MFU of a step, including the time spent waiting for its batch.
+        """The MFU of a step on a global batch, as a fraction, including the time spent waiting for the batch.
 
-        Args:
-            record: The step.
-            batch: Its global batch.
-
-        Returns:
-            A fraction; None if the plan does not have it, or was made for samples of other shapes.
+        None if the plan does not have it, or was made for samples of other shapes.
         """
         if self._sample_flops is None or self._peak is None:
             return None

@@ -27,19 +27,10 @@ class ProgressDisplay(Protocol):
         """Start; called before the first step."""
 
     def show_step(self, record: StepRecord, memory: str) -> None:
-        """Show a step.
-
-        Args:
-            record: The step.
-            memory: The peak memory, as text; empty if it is not known.
-        """
+        """Show a step, and the peak memory as text; empty if it is not known."""
 
     def show_validating(self, samples: int) -> None:
-        """Show how far a pass over the validation data is; called after each micro-batch.
-
-        Args:
-            samples: Number of samples validated in this pass.
-        """
+        """Show the number of samples validated in this pass; called after each micro-batch."""
 
     def show_validation(self, record: ValidationRecord) -> None:
         """Show a validation."""
@@ -48,10 +39,9 @@ class ProgressDisplay(Protocol):
         """Show a line of text."""
 
     def set_total(self, total_steps: int | None) -> None:
-        """Change the length of the run; called if an epoch has another length than the data reported.
+        """Change the length of the run in optimizer steps; None if it is not known.
 
-        Args:
-            total_steps: Optimizer steps of the run; None if not known.
+        Called if an epoch has another length than the data reported.
         """
 
     def stop(self) -> None:
@@ -61,17 +51,11 @@ class ProgressDisplay(Protocol):
 def make_progress(
     total_steps: int | None, *, show: bool, loss_unit: str | None = None, console: Console | None = None
 ) -> ProgressDisplay:
-    """Make the display for a console.
+    """Make the display of a run: a bar on a terminal, else lines; nothing unless `show`.
 
-    Args:
-        total_steps: Optimizer steps of the run; None if not known.
-        show: False shows nothing.
-        loss_unit: Name of what the job counts, to show its rate beside samples per second; None if it counts
-            samples.
-        console: The console; None means standard error.
-
-    Returns:
-        A bar on a terminal, else lines; or a display that shows nothing.
+    `total_steps` is the length of the run in optimizer steps; None if it is not known. `loss_unit` names what
+    the job counts, to show its rate beside samples per second; None if it counts samples. `console` is standard
+    error if None.
     """
     if not show:
         return _Silence()

@@ -22,19 +22,15 @@ from brimful.trainer.storage.unsaved import set_unsaved_run_aside
 from brimful.trainer.storage.weights import WEIGHTS
 
 Record = StepRecord | Recovery | ValidationRecord | SelfCorrection
-"""What `metrics.jsonl` has a line for."""
+"""A record that `metrics.jsonl` has a line for."""
 
 
 class RunFiles:
     """Writes the files of a run, from `open_directory` to `close`. Without a run directory nothing is written.
 
-    Args:
-        run_dir: A new or empty directory; None on every rank but the first, and where none was asked for.
-        plan: The plan, or plain settings.
-        job: The job to train.
-        may_resume: `run_dir` may contain a run; one without a save is set aside.
-        resumed: The save to resume from; None starts a new run.
-        saves: Writes the checkpoints; None on a rank that writes none.
+    `run_dir` is None on every rank but the first. It is a new or empty directory; with `may_resume` it may
+    contain a run, and one without a save is set aside. `resumed` is the save to resume from; None starts a new
+    run. A method that cannot write a file raises SaveError; the file before it stays.
     """
 
     def __init__(
@@ -62,14 +58,10 @@ class RunFiles:
         self._directory: RunDirectory | None = None
 
     def open_directory(self) -> RunHistory:
-        """Open the run directory, and write how the run is trained.
+        """Open the run directory, write how the run is trained, and return the records of the resumed run.
 
-        Returns:
-            The records of the run that is resumed; empty for a new run.
-
-        Raises:
-            RunDirectoryError: The run directory is not empty, in use, or cannot be written to.
-            SaveError: A file could not be read or written.
+        A new run has none. Raises RunDirectoryError if the directory is not empty, in use, or cannot be written
+        to.
         """
         history = RunHistory()
         if self._resumed is not None:
@@ -94,9 +86,7 @@ class RunFiles:
     def close(self, *, failed: bool, has_steps: bool) -> None:
         """Close the run directory; leave it empty if the run failed before its first step.
 
-        Args:
-            failed: An error ended the run. A save under way is then waited for.
-            has_steps: The run has taken steps.
+        If an error ended the run (`failed`), this waits for the save under way.
         """
         if self.saves is not None and failed:
             with suppress(SaveError, UsageError):  # there is an error already
@@ -112,87 +102,42 @@ class RunFiles:
         return None if self.run_dir is None else self.run_dir / WEIGHTS
 
     def append_record(self, kind: str, record: Record) -> None:
-        """Append a record to `metrics.jsonl`.
-
-        Args:
-            kind: Its `kind` there.
-            record: Its other fields.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Append a record to `metrics.jsonl`, with its `kind`."""
         if self._directory is not None:
             self._directory.append_metrics({"kind": kind} | to_json_document(record))
 
     def append_message(self, kind: str, message: str) -> None:
-        """Append a message to `metrics.jsonl`.
-
-        Args:
-            kind: Its `kind` there.
-            message: One line.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Append a message of one line to `metrics.jsonl`, with its `kind`."""
         if self._directory is not None:
             self._directory.append_metrics({"kind": kind, "message": message})
 
     def flush_metrics(self) -> int:
-        """Flush `metrics.jsonl` to the disk.
-
-        Returns:
-            Its length in bytes; 0 without a run directory.
-        """
+        """Flush `metrics.jsonl` to the disk; return its length in bytes, 0 without a run directory."""
         if self._directory is None:
             return 0
         self._directory.bring_metrics_to_disk()
         return self._directory.metrics_bytes
 
     def write_latest_weights(self, model: nn.Module, step: int) -> None:
-        """Write the latest weights, unless those of the same step are written.
-
-        Args:
-            model: Its parameters and buffers are written.
-            step: Number of steps taken.
-
-        Raises:
-            SaveError: They could not be written; those written before stay.
-        """
+        """Write the latest weights, unless those of the same step are written."""
         if self._directory is not None and self.weights_step != step:
             self.write_weights(model, WEIGHTS, step)
             self.weights_step = step
 
     def write_weights(self, model: nn.Module, name: str, step: int, **metadata: str) -> None:
-        """Write weights under a name.
-
-        Args:
-            model: Its parameters and buffers are written.
-            name: The file's name.
-            step: Number of steps taken.
-            **metadata: Stored in the file beside the job's name and the step.
-
-        Raises:
-            SaveError: They could not be written; those written before stay.
-        """
+        """Write parameters and buffers to the file `name`, with the job's name, the step and the metadata."""
         if self._directory is not None:
             of_run = {"job": self._job.name, "step": str(step)}
             self._directory.save_weights(model, name, of_run | metadata)
 
     def write_result(self, result: TrainingResult) -> None:
-        """Write the result of the run.
-
-        Args:
-            result: The result.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Write the result of the run."""
         if self._directory is not None:
             self._directory.write_json(RESULT, result.to_json())
 
 
 def _restored_history(directory: RunDirectory, resumed: Save) -> RunHistory:
-    """The records up to the save; `metrics.jsonl` is cut there, and continues from there."""
+    """Read the records up to the save, and cut `metrics.jsonl` there: the run continues from there."""
     saved = read_history(directory.read_metrics(), resumed.checkpoint)
     aside = directory.cut_metrics(saved.lines, keeps_copy=saved.is_damaged)
     steps = len(saved.history.steps)

@@ -28,7 +28,7 @@ def comparison_line(found: SelfCorrection, plan: Plan) -> str:
 
 
 def plan_again_line(found: SelfCorrection) -> str:
-    """Why another plan would be better, which is made with the measured factors."""
+    """Why another plan, made with the measured factors, would be better, in one line."""
     why = "the plan exceeds its budget"
     if not found.exceeds_budget:
         why = "memory is left with which a step may be faster"

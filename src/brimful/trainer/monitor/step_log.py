@@ -21,11 +21,7 @@ _MAY_BE_NONE = ("mfu", "learning_rate")  # arrays have no None, but NaN
 
 
 class StepLog(Sequence[StepRecord]):
-    """A growing sequence of step records, which makes each record on access.
-
-    Args:
-        records: The first records.
-    """
+    """A growing sequence of step records, which makes each record on access."""
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
         self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in _COLUMNS.items()}

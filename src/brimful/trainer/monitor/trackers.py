@@ -135,16 +135,12 @@ class WandB(_Tracker):
 def _rates(
     groups: Sequence[Mapping[str, Any]], record: StepRecord, before: tuple[float | None, ...]
 ) -> dict[str, float | None]:
-    """The learning rates of a step, by name; one name if they are the same for all groups.
+    """The learning rates of a step, by name; None for one that is not known.
 
-    Args:
-        groups: The parameter groups. Their rates are those of the next step: a scheduler has stepped.
-        record: The step, which has the rate of the first group.
-        before: The rates of the groups before the step; empty in the first step of a launch. Then the rates of
-            further groups are known only without a scheduler, which sets `initial_lr`.
-
-    Returns:
-        The rates; None for one that is not known.
+    There is one name if all groups have the same rate. The rates in `groups` are those of the next step: a
+    scheduler has stepped. `record` has the rate of the first group. `before` has the rates of the groups before
+    the step, and is empty in the first step of a launch: then the rates of further groups are known only
+    without a scheduler, which sets `initial_lr`.
     """
     initial = {_rate(group, "initial_lr" if "initial_lr" in group else "lr") for group in groups}
     if len(initial) == 1 and len(set(before)) <= 1 and len({_rate(group) for group in groups}) == 1:

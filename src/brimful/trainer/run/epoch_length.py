@@ -9,12 +9,9 @@ from brimful.trainer.step.schedules import Schedule
 
 
 class EpochLengthCheck:
-    """Notes an epoch whose number of batches differs from what the data reported, and updates the total that
-    progress shows.
+    """Notes an epoch whose number of batches differs from what the data reported.
 
-    Args:
-        run: The run.
-        logger: Logs the note, and shows the total.
+    It also updates the total number of steps that progress shows.
     """
 
     def __init__(self, run: RunContext, logger: RunLogger) -> None:
@@ -26,11 +23,7 @@ class EpochLengthCheck:
         """The length in the latest note; further epochs of that length are not noted."""
 
     def check(self) -> None:
-        """Check the epoch that has ended.
-
-        Raises:
-            DataError: It had no batch.
-        """
+        """Check the epoch that has ended; raise DataError if it had no batch."""
         place, expected = self._run.state.stream.position, self._run.batches.steps_per_epoch
         if place.batches == 0:
             raise DataError(f"the training data gave no batch in epoch {place.epoch}.")

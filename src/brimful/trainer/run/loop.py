@@ -38,13 +38,7 @@ enough to act."""
 
 
 class Run:
-    """Trains from the start of a run to its end.
-
-    Args:
-        run: The parts of the run.
-        stop: Ends the run after a step.
-        callbacks: Called after each step, after each validation and at the end.
-    """
+    """Trains from the start of a run to its end."""
 
     def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
         self._run = run
@@ -77,11 +71,7 @@ class Run:
     def train(self) -> TrainingResult:
         """Train to the end; afterwards the model has its own forward again, even after an error.
 
-        Returns:
-            Every step, every validation, and predicted beside measured.
-
-        Raises:
-            TrainingError: See `Trainer.fit`.
+        `Trainer.fit` lists the errors.
         """
         result: TrainingResult | None = None
         try:
@@ -202,7 +192,7 @@ class Run:
         return every is not None and self._state.step % every == 0
 
     def _validate(self, validator: Validator | None) -> StopReason | None:
-        """Validate unless this step was; return why the run stops, if it does."""
+        """Validate unless this step was validated; return why the run stops, if it does."""
         validations = self._logger.history.validations
         if validator is None:
             return None

@@ -16,8 +16,7 @@ from brimful.job import Job
 class MetricSums:
     """Sums of a job's metrics over samples, from which their means follow for any split of the data.
 
-    Args:
-        job: A job; one without metrics has no sums.
+    A job without metrics has no sums.
     """
 
     def __init__(self, job: Job) -> None:
@@ -25,14 +24,10 @@ class MetricSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, means: Mapping[str, Tensor], samples: int) -> None:
-        """Add the metrics of a batch.
+        """Add the metrics of a batch: means over its samples, as `read_metrics` returns them.
 
-        Args:
-            means: Means over the batch, as `read_metrics` returns them.
-            samples: Samples of the batch; 0 adds nothing, whatever the values are.
-
-        Raises:
-            UsageError: A metric has another shape than before.
+        A batch of 0 samples adds nothing, whatever the values are. Raises UsageError if a metric has another
+        shape than before.
         """
         for name, value in means.items():
             before = self._sums.setdefault(name, torch.zeros_like(value))
@@ -45,17 +40,10 @@ class MetricSums:
                 self._sums[name] = before + value * samples
 
     def metrics(self, samples: float, ranks: Ranks) -> dict[str, float]:
-        """The metrics to report.
+        """The metrics to report: means over the samples of all ranks, or what `Job.summarize` makes of them.
 
-        Args:
-            samples: Samples over all ranks, at least 1.
-            ranks: All ranks; they call this together.
-
-        Returns:
-            Numbers by name.
-
-        Raises:
-            UsageError: `Job.summarize` does not return names and numbers.
+        All ranks call this together. `samples` is the number of samples over all ranks, at least 1. Raises
+        UsageError if `Job.summarize` does not return names and numbers.
         """
         names = sorted(self._sums)
         flat = [number for name in names for number in self._sums[name].flatten().tolist()]
@@ -73,17 +61,11 @@ class MetricSums:
 
 
 def metrics_of(job: Job, *arguments: Any) -> dict[str, Tensor]:
-    """Call a job's metrics.
+    """Call a job's metrics; return means over the batch by name, none for a job without metrics.
 
-    Args:
-        job: A job; one without metrics has none.
-        *arguments: The model and a batch; or the embeddings of a batch.
-
-    Returns:
-        Means over the batch by name: float64 on the host, without dimensions unless the job has `summarize`.
-
-    Raises:
-        UsageError: They are not names and numbers.
+    `arguments` are the model and a batch; or the embeddings of a batch. The means are float64 on the host,
+    without dimensions unless the job has `summarize`. Raises UsageError if the job returns anything but names
+    and numbers.
     """
     if job.metrics is None:
         return {}
@@ -91,18 +73,10 @@ def metrics_of(job: Job, *arguments: Any) -> dict[str, Tensor]:
 
 
 def read_metrics(found: Any, *, what: str, is_single: bool) -> dict[str, Tensor]:
-    """Read names and numbers that a job's function returned.
+    """Read names and numbers that a job's function returned, as float64 tensors on the host.
 
-    Args:
-        found: What it returned.
-        what: Name of the function, for errors.
-        is_single: Whether each value must be one number, not a tensor of several.
-
-    Returns:
-        Tensors by name, float64 on the host.
-
-    Raises:
-        UsageError: It returned something else.
+    `what` names the function in errors. If `is_single`, each value must be one number, not a tensor of several.
+    Raises UsageError if the function returned something else.
     """
     if not isinstance(found, Mapping):
         raise UsageError(

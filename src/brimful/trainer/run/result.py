@@ -21,14 +21,7 @@ def result_of(
 ) -> TrainingResult:
     """The result of a run that has ended.
 
-    Args:
-        run: The configuration, the predictions and the final settings.
-        history: The records of the run.
-        peak: The measured memory of a step; None if the run was too short to measure it.
-        stopped_because: Why the run ended.
-
-    Returns:
-        The result.
+    `peak` is the measured memory of a step; None if the run was too short to measure it.
     """
     config = run.config
     plan = config.plan

@@ -17,15 +17,7 @@ from brimful.trainer.step.not_finite import NotFiniteStep, is_finite_on_all_rank
 
 
 class SaveOnError:
-    """Saves a run before an error ends it.
-
-    Args:
-        config: The configuration of the run.
-        state: The state after the latest step.
-        logger: Logs the step that was not finite.
-        checkpointer: Saves the run.
-        memory: Has the peak memory, as text.
-    """
+    """Saves a run before an error ends it."""
 
     def __init__(
         self,
@@ -43,17 +35,10 @@ class SaveOnError:
         self._memory = memory
 
     def run(self, train: Callable[[], StopReason]) -> StopReason:
-        """Train; save the run if that raises.
+        """Call `train`, which takes the steps of the run and writes its weights; save the run if that raises.
 
-        Args:
-            train: Takes the steps of the run, and writes its weights.
-
-        Returns:
-            What `train` returns.
-
-        Raises:
-            NonFiniteError: The loss or a gradient was NaN or infinite.
-            OutOfMemoryError: Memory ran out outside of a step.
+        Errors of `train` pass on. Raises NonFiniteError if the loss or a gradient was NaN or infinite,
+        OutOfMemoryError if memory ran out outside of a step.
         """
         try:
             found = unless_out_of_memory(train)

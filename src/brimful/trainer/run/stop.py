@@ -39,13 +39,9 @@ class Stop:
         return self._is_requested
 
     def synced(self, ranks: Ranks) -> StopReason | None:
-        """Why all ranks stop, if any of them has a request.
+        """Why all ranks stop, if any of them has a request; None if none of them has.
 
-        Args:
-            ranks: All ranks; they call this together, and get the same answer.
-
-        Returns:
-            The reason; None if no rank has a request.
+        All ranks call this together, and get the same answer.
         """
         asked, terminated = ranks.all_reduce(self._is_requested, self._is_terminated)
         if not asked:
@@ -57,12 +53,10 @@ class Stop:
 def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `stop` on the first Ctrl-C or SIGTERM within the context, then restore the handlers of both.
 
-    Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, this does
-    nothing. The first signal also resets the handler of SIGCHLD: a DataLoader's workers get the signal too,
-    and their end would raise an error within the current step.
-
-    Args:
-        stop: Called with the signal, between any two instructions; it should only set a flag.
+    `stop` is called with the signal, between any two instructions; it should only set a flag. Signals that the
+    process ignores stay ignored. Outside the main thread, which alone gets signals, this does nothing. The
+    first signal also resets the handler of SIGCHLD: a DataLoader's workers get the signal too, and their end
+    would raise an error within the current step.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

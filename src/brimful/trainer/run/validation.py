@@ -34,14 +34,9 @@ T = TypeVar("T")
 class Validator:
     """Validates the model of a run, or its moving average, and logs the result.
 
-    It begins with the micro-batch size in force, and halves it when memory runs out twice.
-
-    Args:
-        config: The configuration of the run.
-        state: The state of the run; each pass restores the modes of its modules.
-        data: Its `validation`, and perhaps a `training_sample`: each one batch with all samples, or an iterable
-            of batches.
-        logger: Logs the validation, and each time that memory ran out.
+    Validation begins with the micro-batch size in force, and halves it when memory runs out twice. Each pass
+    restores the modes of the modules. `data` has `validation`, and perhaps a `training_sample`: each one batch
+    with all samples, or an iterable of batches.
     """
 
     def __init__(self, config: RunConfig, state: TrainState, data: Data, logger: RunLogger) -> None:
@@ -56,16 +51,9 @@ class Validator:
     def run(self, *, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
         """Validate, and log the result; write the weights if they are the best so far.
 
-        Args:
-            is_stopped: Called before each micro-batch; True stops the validation on all ranks.
-
-        Returns:
-            The record; None if the validation was stopped.
-
-        Raises:
-            UsageError: The validation data have no samples, or nothing that the job counts.
-            OutOfMemoryError: Memory ran out with one sample at a time.
-            SaveError: The record or the weights could not be written.
+        `is_stopped` is called for each batch; True stops the validation on all ranks, which then returns None.
+        Raises UsageError if the validation data have no samples, or nothing that the job counts;
+        OutOfMemoryError if memory runs out with one sample at a time.
         """
         state, run_dir = self._state, self._config.run_dir
         state.ranks.broadcast_buffers(state.model)
@@ -278,7 +266,7 @@ def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor,
 
 
 def _with_training_sample(validated: ValidationRecord, of_training: ValidationRecord) -> ValidationRecord:
-    """A validation with the loss and metrics of training samples beside its own."""
+    """Add the loss and metrics of training samples to those of a validation."""
     added = {"loss": of_training.loss, **of_training.metrics}
     return replace(
         validated,

@@ -16,12 +16,9 @@ from torch.nn.modules.batchnorm import _NormBase
 def corrected_momentum(model: nn.Module, updates_per_step: int) -> Iterator[None]:
     """Lower the momentum within the context, so that k updates of running statistics decay them as much as one.
 
-    With momentum m, k updates leave (1 - m)**k of the statistics; with 1 - (1 - m)**(1 / k) they leave 1 - m.
-    The statistics are still those of micro-batches.
-
-    Args:
-        model: The momentum of its normalisation layers changes, except where they keep a cumulative average.
-        updates_per_step: Micro-batches per optimizer step, k.
+    k is `updates_per_step`, the micro-batches per optimizer step. With momentum m, k updates leave (1 - m)**k
+    of the statistics; with 1 - (1 - m)**(1 / k) they leave 1 - m. The statistics are still those of
+    micro-batches. Layers that keep a cumulative average do not change.
     """
     if updates_per_step == 1:
         yield

@@ -19,11 +19,8 @@ from brimful.wrapper_tensors import is_wrapper_tensor
 class MovingAverage:
     """Averages parameters: `average = decay × average + (1 - decay) × parameter` after each update.
 
-    Buffers and quantised weights are not averaged.
-
-    Args:
-        model: The average starts from its parameters.
-        decay: At least 0 and less than 1.
+    The average starts from the parameters of the model; `decay` is at least 0 and less than 1. Buffers and
+    quantised weights are not averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -64,13 +61,10 @@ class MovingAverage:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
-        """Load saved averages.
+        """Load averages that `state_dict` returned.
 
-        Args:
-            state: What `state_dict` returned; None if the saved run has no average.
-
-        Raises:
-            ResumeError: The state is None, or of other parameters.
+        Raises ResumeError if the state is None, as of a saved run without an average, or is of other
+        parameters.
         """
         if state is None or _kinds(state) != _kinds(self._averages):
             raise ResumeError(
@@ -84,12 +78,7 @@ class MovingAverage:
 def check_average_fits(model: nn.Module, plan: Plan) -> None:
     """Check that a plan leaves room in its budget for the averages, which it does not count.
 
-    Args:
-        model: To train, on the device that the plan is for.
-        plan: In force.
-
-    Raises:
-        InfeasibleError: It does not.
+    The model is on the device that the plan is for. Raises InfeasibleError if there is no room.
     """
     average_bytes = sum(parameter.nbytes for parameter in _averaged(model).values())
     peak_bytes = plan.predicted_peak_device_bytes + average_bytes

@@ -29,10 +29,7 @@ predictions are within 6.7 % (benchmarks/results/gpu_truth.json): a prediction o
 class MemoryFallback:
     """Finds settings that take less memory for the same global batch.
 
-    Args:
-        job: The job in training.
-        plan: The plan; smaller settings keep to the options it was made with. None without a plan.
-        device: The device that trains.
+    Smaller settings keep to the options that the plan was made with; `plan` is None without one.
     """
 
     def __init__(self, job: Job, plan: Plan | None, device: torch.device) -> None:
@@ -47,16 +44,9 @@ class MemoryFallback:
     def __call__(self, settings: Settings) -> Settings:
         """Find smaller settings: replan, else reshard after forward, else reduce the micro-batch.
 
-        Args:
-            settings: The settings with which memory ran out.
-
-        Returns:
-            The settings of a plan for nine tenths of the predicted memory, within what the user pinned; else
-            the same settings with `reshard_after_forward`; else those with the next smaller micro-batch, pinned
-            or not.
-
-        Raises:
-            OutOfMemoryError: There are none.
+        Replanning is for nine tenths of the predicted memory of `settings`, with which memory ran out, within
+        what the user pinned. The next smaller micro-batch is taken whether the micro-batch is pinned or not.
+        Raises OutOfMemoryError if no way is left.
         """
         reasons = []
         for way in (self._replanned, self._resharding, self._smaller_micro_batch):

@@ -17,19 +17,11 @@ from brimful.trainer.state import TrainState
 
 
 def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection) -> str | None:
-    """Keep the factors, where the predictions are of this device and these versions.
+    """Keep the factors by which a plan's predictions were off, if they are of this device and these versions.
 
-    The time of steps that waited for cores is not kept.
-
-    Args:
-        config: Has the job.
-        state: Has the model and the device.
-        plan: Whose predictions were compared.
-        found: What was predicted and measured.
-
-    Returns:
-        Why a factor is not kept: it is implausible, or the machine was busy. Empty if the predictions are not
-        of this device and these versions; None if both factors are kept.
+    The time of steps that waited for cores is not kept. Returns why a factor is not kept: it is implausible, or
+    the machine was busy. Returns an empty text if the predictions are not of this device and these versions,
+    None if both factors are kept.
     """
     if plan.job_kind is None:
         return ""

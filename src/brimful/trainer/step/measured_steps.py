@@ -22,20 +22,15 @@ class MeasuredSteps:
     count: int
     """Number of steps that were timed."""
     step_seconds: float
-    """Median."""
+    """Median time of a step."""
     peak_reserved_bytes: int | None
-    """None if it could not be measured."""
+    """Reserved bytes at the peak, without the average of the weights; None if it could not be measured."""
     core_wait_fraction: float | None = None
-    """As in `Measurement`."""
+    """Fraction of the time in which a thread was ready to run and waited for a core, as in `Measurement`."""
 
 
 class Measuring:
-    """Collects time and peak of steps under the plan.
-
-    Args:
-        state: The state of the run.
-        runner: Measures the peak of a step.
-    """
+    """Collects time and peak of steps under the plan."""
 
     def __init__(self, state: TrainState, runner: StepRunner) -> None:
         self._state = state
@@ -47,7 +42,7 @@ class Measuring:
         """Whether a step has run in this launch."""
 
     def add(self, record: StepRecord) -> None:
-        """Keep the time of a step that is like those of a prediction."""
+        """Keep the time of a step on a full batch, unless it is the first or its memory is measured."""
         is_full = record.updated and record.samples == self._state.settings.global_batch_size
         is_timed = is_full and self._is_warm and not record.memory_measured
         if is_timed and len(self._seconds) < MEASURED_STEPS:
@@ -66,7 +61,7 @@ class Measuring:
     def _peak_bytes(self) -> int | None:
         """Reserved bytes at the peak, without the average of the weights, which a plan does not count.
 
-        None if it was not measured, is not of what was planned, or if blocks hold the average too.
+        None if the peak was not measured, is not of what was planned, or if blocks hold the average too.
         """
         average = self._state.average
         has_uncounted = average is not None and self._state.device.type == "cuda"
@@ -75,7 +70,7 @@ class Measuring:
         return self._runner.peak.reserved_bytes - (0 if average is None else average.held_bytes)
 
     def measured(self) -> MeasuredSteps:
-        """What the steps measured."""
+        """The median time and the peak of the steps so far."""
         return MeasuredSteps(
             count=len(self._seconds),
             step_seconds=statistics.median(self._seconds),

@@ -39,7 +39,7 @@ class _Sizes:
         return self.samples > other.samples or bool(larger_entries(self.sizes, other.sizes))
 
     def merged(self, other: _Sizes | None) -> _Sizes:
-        """The larger of both in each entry."""
+        """The larger of both sizes, in each entry."""
         if other is None:
             return self
         larger = {size.name: size for size in (*other.sizes, *larger_entries(self.sizes, other.sizes))}
@@ -49,14 +49,9 @@ class _Sizes:
 class MemoryMeter:
     """Chooses the steps whose memory is measured: a steady one on a full batch, and each on a larger batch.
 
-    Args:
-        config: The configuration of the run.
-        state: The state of the run.
-        start: The start of this launch. Steps are counted from it: in its first updates a run, resumed or not,
-            has copies on the host that later steps do not have.
-        runner: Measures the memory of the step.
-        batches: Of the training data; the last one of an epoch may be too small to show the peak.
-        total_steps: The length of the run; None if it is not known.
+    Steps are counted from the start of this launch: in its first updates a run, resumed or not, has copies on
+    the host that later steps do not have. The last batch of an epoch may be too small to show the peak.
+    `total_steps` is the length of the run; None if it is not known.
     """
 
     def __init__(
@@ -82,18 +77,14 @@ class MemoryMeter:
             self._measured_update = min(MEASURED_UPDATE, left)
         self._layout = layout_of(config.job, whole=config.settings.global_batch_size)
         self._measured: _Sizes | None = None
-        """The largest that was measured, in each entry."""
+        """The largest sizes that were measured, in each entry."""
         self._early: tuple[_Sizes, Batch] | None = None
         """The largest batch before a steady step."""
 
     def measures(self, batch: Batch) -> bool:
-        """Whether to measure the memory of the next step.
+        """Whether to measure the memory of the next step, on `batch`.
 
-        Args:
-            batch: The batch of the step.
-
-        Returns:
-            True for one steady step of a run, and afterwards for each on a batch larger than those before.
+        True for one steady step of a run, and afterwards for each on a batch larger than those before.
         """
         sizes = _Sizes.of(batch, self._layout)
         if self._runner.peak is None:
@@ -107,13 +98,9 @@ class MemoryMeter:
         return sizes.exceed(self._measured)
 
     def note_measured(self, batch: Batch) -> Batch | None:
-        """Keep the size of a batch whose step was measured.
+        """Keep the size of a batch whose step was measured; return the batch that is still to be measured.
 
-        Args:
-            batch: The batch.
-
-        Returns:
-            The largest batch of the steps before steady ones, which is still to be measured, if it is larger.
+        That is the largest batch of the steps before steady ones; None if it is not larger than those measured.
         """
         sizes, early = _Sizes.of(batch, self._layout), self._early
         self._measured, self._early = sizes.merged(self._measured), None

@@ -26,20 +26,11 @@ class MicroBatches:
 def split_for_rank(
     batch: Batch, job: Job, layout: BatchLayout, ranks: Ranks, *, micro_batch_size: int
 ) -> MicroBatches:
-    """Split a global batch; every rank gets the same number of micro-batches, and must call it.
+    """Split a global batch into the micro-batches of this rank; every rank must call it, and gets as many.
 
+    The batch is on the host, the same on every rank. The job's `count` and `reduction` determine the weights.
     Micro-batches without a term are dropped: their mean loss is NaN, even times 0. With several ranks they are
     replaced by one that has a term, so that all ranks run the same number.
-
-    Args:
-        batch: The global batch on the host, the same on every rank.
-        job: Its `count` and `reduction` determine the weights.
-        layout: Finds the samples of the batch.
-        ranks: All ranks.
-        micro_batch_size: Most samples of a micro-batch.
-
-    Returns:
-        The micro-batches of this rank.
     """
     parts = ranks.micro_batches(batch, micro_batch_size, layout)
     micro_batches = [part for part, _is_counted in parts]
@@ -62,7 +53,7 @@ def split_for_rank(
 
 
 def _sample_with_terms(batch: Batch, job: Job, layout: BatchLayout) -> Batch:
-    """A sample of the batch with a term of the loss, twice: BatchNorm refuses a single sample."""
+    """A sample of the batch that has a term of the loss, twice: BatchNorm refuses a single sample."""
     assert job.count is not None
     samples = (layout.take(batch, torch.tensor([index, index])) for index in range(layout.count(batch)))
     return next(sample for sample in samples if float(job.count(sample)) > 0)

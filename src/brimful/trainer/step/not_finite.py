@@ -17,11 +17,7 @@ from brimful.wrapper_tensors import inner_tensors
 
 
 class NotFiniteStep(Exception):  # noqa: N818 - the trainer turns it into an error
-    """The loss or a gradient of a step is NaN or infinite; the step was undone.
-
-    Args:
-        record: The step.
-    """
+    """The loss or a gradient of a step is NaN or infinite; the step was undone."""
 
     def __init__(self, record: StepRecord) -> None:
         super().__init__(record)
@@ -54,13 +50,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> NonFiniteError:
     """Make the error for a step that was undone.
 
-    Args:
-        record: The step.
-        settings: The settings in force; the suggestions depend on them.
-        weights: Where the last good weights are.
-
-    Returns:
-        The error to raise.
+    `weights` says where the last good weights are. The suggestions depend on the settings in force.
     """
     return _error(
         f"the loss is {record.loss:.6g} and the gradient norm {record.gradient_norm:.6g} in step {record.step} "
@@ -73,13 +63,7 @@ def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> Non
 def update_not_finite(step: int, settings: Settings, weights: str) -> NonFiniteError:
     """Make the error for an update that left the weights NaN or infinite.
 
-    Args:
-        step: The latest step.
-        settings: The settings in force; the suggestions depend on them.
-        weights: Where the last good weights are.
-
-    Returns:
-        The error to raise.
+    `weights` says where the last good weights are. The suggestions depend on the settings in force.
     """
     return _error(f"weights are NaN or infinite after step {step}; they are not saved.", settings, weights)
 

@@ -43,12 +43,9 @@ Result = TypeVar("Result")
 class OomRecovery:
     """Retries steps in which memory ran out, with smaller settings from the second retry on.
 
-    Args:
-        state: Gets the smaller settings.
-        applied: The unit actions on the model, which change with the settings.
-        shrink: Finds smaller settings.
-        on_recovery: Called each time that memory ran out.
-        store_fallback: Stores smaller settings for the next launch.
+    `state` gets the smaller settings, which `shrink` finds; `applied`, the unit actions on the model, changes
+    with them. `on_recovery` is called each time that memory ran out; `store_fallback` stores smaller settings
+    for the next launch.
     """
 
     def __init__(
@@ -72,16 +69,9 @@ class OomRecovery:
     def with_retries(self, during: str, attempt: Callable[[], Result]) -> Result:
         """Run an attempt; when memory runs out, repeat it from the same random state.
 
-        Args:
-            during: Names the attempt in the record of the recovery.
-            attempt: Runs a step, and undoes it if it fails.
-
-        Returns:
-            What the last attempt returned.
-
-        Raises:
-            OutOfMemoryError: No settings take less, or there are several ranks.
-            PartialUpdateError: The step cannot be repeated.
+        `attempt` runs a step, and undoes it if it fails; `during` names it in the record of the recovery.
+        Raises OutOfMemoryError if no settings take less, or there are several ranks; PartialUpdateError if the
+        step cannot be repeated.
         """
         device, before = self._state.device, self._state.settings
         random = random_state_now(device)
@@ -126,11 +116,9 @@ class OomRecovery:
     def change_settings(self, choose: Callable[[Settings], Settings]) -> None:
         """Put other settings in force between two steps: their unit actions in place of those before.
 
-        Parameters, optimizer, schedule, scaler, random numbers and data stay as they are.
-
-        Args:
-            choose: From the settings in force, those to continue with, of the same global batch, precision,
-                optimizer and memory format. While it runs, the model has its own forward, as when planning.
+        Parameters, optimizer, schedule, scaler, random numbers and data stay as they are. `choose` gets the
+        settings in force and returns those to continue with, of the same global batch, precision, optimizer and
+        memory format. While it runs, the model has its own forward, as when planning.
         """
         state, before = self._state, self._state.settings
         self.applied.remove()
@@ -143,23 +131,14 @@ class OomRecovery:
         state.settings = after
 
     def record_reading(self, message: str, seconds: float) -> None:
-        """Record that memory ran out while a batch was read, and that it was read again.
-
-        Args:
-            message: The message of the error.
-            seconds: The time lost.
-        """
+        """Record that memory ran out while a batch was read, that it was read again, and the seconds lost."""
         settings = self._state.settings
         self._on_recovery(self._record("reading", message, settings, settings, seconds))
 
     def after_interrupted_update(self, message: str) -> str:
         """Let the next launch update without temporaries as large as all parameters, if that may help.
 
-        Args:
-            message: The message of the error that interrupted the update.
-
-        Returns:
-            How the user can continue.
+        `message` is that of the error that interrupted the update. Returns how the user can continue.
         """
         if self._state.executor.on_host is not None:  # it takes no memory of the device
             return "Resume from the last save, on a host with more memory."

@@ -49,13 +49,10 @@ class _Attempt:
 class StepRunner:
     """Runs the optimizer steps of a run, with the unit actions of its settings applied to the model.
 
-    Args:
-        job: Its loss and count.
-        state: The model, the optimizer and the counters, which each step advances.
-        shrink: Finds settings that take less memory.
-        on_recovery: Called each time that memory ran out.
-        corrects_batch_norm: Correct BatchNorm's momentum under gradient accumulation; see `batch_norm.py`.
-        store_fallback: Stores settings for the next launch if memory runs out on one of several ranks.
+    Each step advances the counters of `state`. `shrink` finds settings that take less memory, and `on_recovery`
+    is called each time that memory ran out. `store_fallback` stores settings for the next launch if memory runs
+    out on one of several ranks. `corrects_batch_norm` corrects BatchNorm's momentum under gradient
+    accumulation; see `batch_norm.py`.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class StepRunner:
         self.peak: PeakMemory | None = None
         """The highest peak of the measured steps, and of the longest batch; None before them."""
         self.peak_is_as_planned = True
-        """Whether it is of batches of the lengths that were planned."""
+        """Whether `peak` is of batches of the lengths that were planned."""
 
     def close(self) -> None:
         """Restore the model's forward and memory format, and close the connections to other ranks."""
@@ -147,12 +144,8 @@ class StepRunner:
     def dry_run(self, batch: Batch, *, measure_memory: bool = False) -> None:
         """Check that a step on a batch fits in memory: run it and undo it; shrink the settings if it does not.
 
-        Args:
-            batch: The batch that takes most memory.
-            measure_memory: Measure its peak, and keep it as `peak` if it is above those of the measured steps.
-
-        Raises:
-            OutOfMemoryError: It does not fit, and no settings take less.
+        With `measure_memory`, its peak is kept as `peak` if it is above those of the measured steps. Raises
+        OutOfMemoryError if the step does not fit, and no settings take less.
         """
         step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
         _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))

@@ -80,18 +80,10 @@ _FALLS: dict[str, Callable[[float], float]] = {
 def make_scheduler(
     schedule: Schedule | MakeSchedule | None, optimizer: Optimizer, total_steps: int | None
 ) -> LRScheduler | None:
-    """Make the scheduler of a run.
+    """Make the scheduler of a run; None without a schedule.
 
-    Args:
-        schedule: The schedule, or a function that makes a scheduler.
-        optimizer: Its learning rates are the maximum.
-        total_steps: Optimizer steps of the whole run; None if that is not known.
-
-    Returns:
-        The scheduler; None for constant rates.
-
-    Raises:
-        UsageError: The schedule needs the number of steps, which is not known, or a metric.
+    `total_steps` is the length of the run in optimizer steps; None if it is not known. Raises UsageError if the
+    schedule needs the number of steps, which is not known, or a metric.
     """
     if isinstance(schedule, Schedule):
         if total_steps is None:

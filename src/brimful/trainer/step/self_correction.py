@@ -18,14 +18,7 @@ from brimful.trainer.step.runner import StepRunner
 
 
 class SelfCorrecting:
-    """Compares predicted and measured, once.
-
-    Args:
-        config: The configuration of the run.
-        state: The state of the run; gets the record.
-        runner: Measures the peak of a step.
-        logger: Shows and writes what is found.
-    """
+    """Compares predicted and measured, once; keeps the record in the state of the run, and logs it."""
 
     def __init__(
         self,
@@ -43,14 +36,7 @@ class SelfCorrecting:
         """The plan, with the budget that the average of the weights leaves."""
 
     def after_step(self, record: StepRecord) -> None:
-        """Compare predicted and measured once enough steps are measured; between two steps of the run.
-
-        Args:
-            record: The latest step.
-
-        Raises:
-            SaveError: A record could not be written.
-        """
+        """Compare predicted and measured once enough steps are measured; called between two steps."""
         plan, state = self._plan, self._state
         if plan is None or not state.ranks.is_first or state.settings != plan.settings:
             return  # nothing was predicted of these settings
@@ -89,14 +75,10 @@ class SelfCorrecting:
 
 
 def may_be_faster(plan: Plan, peak_reserved_bytes: int | None) -> bool:
-    """Whether another plan may be faster, as the peak leaves memory: its curve over budgets shows that.
+    """Whether another plan may be faster by more than measurements vary, as the peak leaves memory.
 
-    Args:
-        plan: In force.
-        peak_reserved_bytes: Measured; None if it was not.
-
-    Returns:
-        True if a step could be faster by more than measurements vary.
+    The curve of the plan over budgets shows that. `peak_reserved_bytes` is the measured peak; None if it was
+    not measured.
     """
     predicted_bytes = plan.predicted_peak_reserved_bytes
     if peak_reserved_bytes is None or peak_reserved_bytes >= predicted_bytes:

@@ -3,10 +3,10 @@
     saves/step-000000120/
       run.json            the identity of the run and its progress: numbers and text
       state.pt            optimizer, schedule, loss scaler, moving average, random states: with tensors
-      model.safetensors   parameters and buffers, except those in the next file
+      model.safetensors   parameters and buffers, except those in the next files
       frozen.safetensors  parameters that are not trained, if there are any; see `frozen.py`
       shards/             each rank's shards of parameters and optimizer state; see `shards.py`
-      manifest.json       size and SHA-256 of each of these files; see `saves.py`
+      manifest.json       size and SHA-256 of each of these files; see `manifest.py`
 
 `Checkpoint` has everything but parameters and buffers: the identity of the run, and `StateDict`, which
 `trainer/state.py` makes and loads. Reading checks every number against its range, and tries random states on
@@ -55,7 +55,7 @@ class DataState:
     """The position in the data, and the random states to read on with."""
 
     epoch: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     batches: int
     """Number of batches of this epoch that the run has trained on."""
     epoch_random: RandomState
@@ -77,11 +77,11 @@ class StateDict:
     """The settings in force."""
     optimizer_class: str
     optimizer: dict[str, Any]
-    """Its `state_dict` without sharded tensors."""
+    """The `state_dict` of the optimizer, without sharded tensors."""
     scheduler: dict[str, Any] | None
-    """Its `state_dict`; None without one."""
+    """The `state_dict` of the scheduler; None without one."""
     scaler: dict[str, Any] | None
-    """Its `state_dict`; None unless the precision is fp16."""
+    """The `state_dict` of the loss scaler; None unless the precision is fp16."""
     average: dict[str, Tensor] | None
     """The moving average of the parameters by name; None without one."""
     data: DataState
@@ -148,18 +148,10 @@ class Checkpoint:
 
     @classmethod
     def from_documents(cls, run_json: bytes, state: object, *, where: str) -> Self:
-        """Decode a checkpoint from the documents that `run_document` and `state_document` returned.
+        """Decode and check a checkpoint from the documents that `run_document` and `state_document` returned.
 
-        Args:
-            run_json: The content of `run.json`.
-            state: The content of `state.pt`, loaded by `torch.load`.
-            where: Names the save in errors.
-
-        Returns:
-            The checkpoint; the types and ranges of its parts are checked.
-
-        Raises:
-            FileFormatError: A type or range is wrong; names the file and the field.
+        `state` is the content of `state.pt`, loaded by `torch.load`; `where` names the save in errors. Raises
+        FileFormatError, which names the file and the field, if a type or range is wrong.
         """
         run = decode_json(run_json, RunFile, where=f"{where}run.json")
         found = _StateFile.checked(state, where=f"{where}state.pt")
@@ -197,7 +189,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """`run.json`: the annotations are its schema."""
+    """The content of `run.json`: the annotations are its schema."""
 
     step: NonNegativeInt
     updates: NonNegativeInt
@@ -218,7 +210,7 @@ class RunFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StateFile:
-    """`state.pt`."""
+    """The content of `state.pt`."""
 
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None

@@ -24,14 +24,10 @@ from brimful.trainer.storage.weights import TIED, write_tensors
 
 
 def split_frozen(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the parameters that are not trained from the rest of a model's state.
+    """Separate the parameters that are not trained from the rest of a model's state, which is by plain names.
 
-    Args:
-        model: Has the parameters.
-        state: By plain names.
-
-    Returns:
-        The frozen parameters, with what belongs to them, such as the scales of quantised weights; and the rest.
+    Returns the frozen parameters, with what belongs to them, such as the scales of quantised weights; and the
+    rest.
     """
     plain_name = plain_namer(model)
     parameters = model.named_parameters(remove_duplicate=False)
@@ -41,15 +37,10 @@ def split_frozen(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def frozen_to_share(saves: Path, *, keep: int) -> Path | None:
-    """The file that the next save may share.
+    """The file of frozen parameters that the next save may share; None if there is none.
 
-    Args:
-        saves: Has the complete saves.
-        keep: Number of saves to keep.
-
-    Returns:
-        That of the newest save but one, so that two in a row never share one; of the newest if only one is
-        kept. None if there is none.
+    It is that of the newest save but one, so that two saves in a row never share one; of the newest if only one
+    save is kept.
     """
     found = by_step(saves)[min(keep, 2) - 1 :]
     return found[0] / FROZEN if found and (found[0] / FROZEN).is_file() else None
@@ -60,11 +51,8 @@ def write_frozen(
 ) -> None:
     """Write frozen parameters, or give an existing file with the same ones a further name.
 
-    Args:
-        tensors: On the host.
-        tied: The first name by further name.
-        path: The file, which does not exist.
-        before: That of an earlier save; None if there is none.
+    The tensors are on the host; `tied` has the first name by further name. The file `path` does not exist;
+    `before` is that of an earlier save, None if there is none.
     """
     metadata = {TIED: json.dumps(dict(tied))}
     if before is not None and _has(before, tensors, metadata):
@@ -107,5 +95,5 @@ def _is_same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """NaN are equal to themselves by bytes, and not by value."""
+    """The bytes of a tensor: as bytes, NaN is equal to itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

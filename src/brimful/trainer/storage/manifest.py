@@ -26,7 +26,7 @@ from brimful.errors import FileFormatError
 VERSION = 4
 MODEL, RUN, STATE, MANIFEST = "model.safetensors", "run.json", "state.pt", "manifest.json"
 FROZEN = "frozen.safetensors"
-"""Is there if the model has parameters that are not trained and no shards."""
+"""The parameters that are not trained; absent if there are none, or if the model is sharded."""
 SHARDS = "shards"
 _SHARD = re.compile(SHARDS + r"/[0-9]{5}-of-[0-9]{5}\.safetensors")
 _NAME = re.compile(r"step-[0-9]{1,18}")
@@ -58,26 +58,19 @@ class Digest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """`manifest.json`."""
+    """The content of `manifest.json`."""
 
     brimful_save: int
     step: NonNegativeInt
     files: dict[str, Digest]
     sha256: str
-    """The digest of the manifest without this line."""
+    """The digest of the other fields; see `manifest_text`."""
 
 
 def read_manifest(save: Path) -> Manifest:
-    """Read the manifest of a save.
+    """Read the manifest of a save, and check that it is unchanged since it was written.
 
-    Args:
-        save: The directory of the save.
-
-    Returns:
-        The manifest, unchanged since it was written.
-
-    Raises:
-        FileFormatError: It is damaged, or of another version or step.
+    Raises FileFormatError if it is damaged, or of another version or step.
     """
     content = read_regular_file(save / MANIFEST, what="manifest")
     where = f"its {MANIFEST}"
@@ -94,14 +87,9 @@ def read_manifest(save: Path) -> Manifest:
 
 
 def manifest_text(step: int, files: Mapping[str, Any]) -> str:
-    """The content of a manifest; its last line is the digest of the lines before.
+    """The JSON of a manifest; its last field is the digest of the others.
 
-    Args:
-        step: The step of the save.
-        files: Size and digest of each file.
-
-    Returns:
-        JSON.
+    `files` has the size and digest of each file, as `digest_of` returns them.
     """
     manifest = {"brimful_save": VERSION, "step": step, "files": files}
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
@@ -111,12 +99,7 @@ def manifest_text(step: int, files: Mapping[str, Any]) -> str:
 def check_names(save: Path, manifest: Manifest) -> None:
     """Check that a manifest lists the files of a save, and that the directory has no others.
 
-    Args:
-        save: The directory of the save.
-        manifest: Its manifest.
-
-    Raises:
-        FileFormatError: A file is missing in the manifest, or is not one of a save.
+    Raises FileFormatError if a file is missing in the manifest, or is not one of a save.
     """
     for name in manifest.files:
         if name not in (MODEL, FROZEN, RUN, STATE) and not _SHARD.fullmatch(name):
@@ -134,15 +117,9 @@ def check_names(save: Path, manifest: Manifest) -> None:
 
 
 def check_file(save: Path, name: str, expected: Digest) -> None:
-    """Check the size of a file, then its digest.
+    """Check the size of a file of a save, then its digest.
 
-    Args:
-        save: The directory of the save.
-        name: The name of the file in it.
-        expected: Size and digest in the manifest.
-
-    Raises:
-        FileFormatError: The file is another one, or cannot be read.
+    Raises FileFormatError if the file is another one, or cannot be read.
     """
     try:
         with _opened(save / name) as file:
@@ -157,7 +134,7 @@ def check_file(save: Path, name: str, expected: Digest) -> None:
 
 
 def digest_of(path: Path) -> dict[str, Any]:
-    """Size and digest of a file, as the manifest lists them."""
+    """The size and digest of a file, as the manifest lists them."""
     with _opened(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}

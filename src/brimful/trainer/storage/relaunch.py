@@ -20,7 +20,7 @@ from brimful.trainer.storage.run_directory import FALLBACK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fallback:
-    """`fallback.json`."""
+    """The content of `fallback.json`."""
 
     before: Settings
     after: Settings
@@ -28,16 +28,9 @@ class Fallback:
 
 
 def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
-    """Write the settings for the next launch.
+    """Write the settings for the next launch to the run directory, which all ranks see.
 
-    Args:
-        run_dir: The run directory, which all ranks see.
-        before: The settings of the last save, or those that the run started with.
-        after: The settings to continue with.
-        recovery: The record of the failure.
-
-    Raises:
-        SaveError: The file cannot be written.
+    `before` are the settings of the last save, or those that the run started with.
     """
     document = to_json_document(Fallback(before=before, after=after, recovery=recovery))
     partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
@@ -46,17 +39,10 @@ def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: R
 
 
 def read_fallback(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
-    """Read the settings that the last launch wrote for this one.
+    """Read the settings that the last launch wrote for this one, and the record of its failure.
 
-    Args:
-        run_dir: The run directory.
-        before: The settings of the last save, or those that the run starts with.
-
-    Returns:
-        The settings to continue with and the record of the failure; None if there are none for `before`.
-
-    Raises:
-        FileFormatError: The file is damaged.
+    `before` are the settings of the last save, or those that the run starts with. Returns None if no settings
+    were written for them. Raises FileFormatError if the file is damaged.
     """
     path = run_dir / FALLBACK
     if not os.path.lexists(path):

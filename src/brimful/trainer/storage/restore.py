@@ -51,17 +51,13 @@ class Save:
 
     @property
     def step(self) -> int:
-        """Number of steps taken before it."""
+        """Number of steps taken before the save."""
         return self.checkpoint.state.step
 
     def load_model(self, model: nn.Module) -> None:
         """Load the saved parameters and buffers into a model.
 
-        Args:
-            model: A model with the structure of the saved one.
-
-        Raises:
-            ResumeError: The structure or the types of the tensors differ.
+        Raises ResumeError if the structure of the model or the types of its tensors differ.
         """
         try:
             if (self.path / SHARDS).is_dir() or any(isinstance(p, DTensor) for p in model.parameters()):
@@ -74,14 +70,7 @@ class Save:
     def optimizer_state_for(self, optimizer: Optimizer) -> dict[str, Any]:
         """Read the saved `state_dict` of the optimizer with the shards that its parameters need.
 
-        Args:
-            optimizer: The optimizer of this run; its parameters may be sharded.
-
-        Returns:
-            The `state_dict` to load.
-
-        Raises:
-            ResumeError: The saved optimizer has other parameters.
+        Raises ResumeError if the saved optimizer has other parameters.
         """
         return load_optimizer_state(optimizer, self.checkpoint.state.optimizer, self.path)
 
@@ -130,16 +119,9 @@ def newest_save(
 
 
 def find_saves(run_dir: Path) -> list[Path]:
-    """List the saves of a run, the newest first; they may be damaged.
+    """List the directories of the saves of a run, the newest first; they may be damaged.
 
-    Args:
-        run_dir: The run directory.
-
-    Returns:
-        Their directories; empty without `saves/`.
-
-    Raises:
-        ResumeError: `saves/` exists but cannot be read.
+    The list is empty without `saves/`. Raises ResumeError if `saves/` exists but cannot be read.
     """
     saves = run_dir / SAVES
     if not os.path.lexists(saves):

@@ -8,7 +8,7 @@
 | `weights.safetensors` | the latest weights; the metadata have their step |
 | `best.safetensors` | the weights with the lowest validation loss |
 | `average.safetensors` | the moving average of the weights, if the run keeps one |
-| `saves/` | the saves, see `saves.py`; created first, so that its absence means that it was moved |
+| `saves/` | the saves, see `saves.py`; created before other files have content; if missing, it was moved |
 | `fallback.json` | smaller settings for the next launch, if memory ran out on one of several ranks |
 | `tensorboard/` | TensorBoard's event files, if requested |
 | `result.json` | the `TrainingResult`, once the run has ended |
@@ -72,12 +72,9 @@ if hasattr(os, "register_at_fork"):
 class RunDirectory:
     """The directory of one run, locked while open.
 
-    Args:
-        path: An empty directory, or one that does not exist; it is created with its parents.
-        resumes: It may contain a run, to resume or to restart.
-
-    Raises:
-        RunDirectoryError: It is a file, is not empty, is in use, or cannot be created.
+    `path` is an empty directory, or one that does not exist: it is created with its parents. With `resumes` it
+    may contain a run, to resume or to restart. Raises RunDirectoryError if it is a file, is not empty, is in
+    use, or cannot be created. A method that cannot read or write a file raises SaveError.
     """
 
     def __init__(self, path: Path | str, *, resumes: bool = False) -> None:
@@ -112,14 +109,7 @@ class RunDirectory:
         return self._metrics.tell()
 
     def read_metrics(self) -> bytes:
-        """Read `metrics.jsonl`.
-
-        Returns:
-            Its content: whole lines, unless it is damaged.
-
-        Raises:
-            SaveError: It cannot be read.
-        """
+        """Read `metrics.jsonl`: whole lines, unless it is damaged."""
         try:
             return (self.path / METRICS).read_bytes()
         except OSError as error:
@@ -128,15 +118,9 @@ class RunDirectory:
     def cut_metrics(self, lines: bytes, *, keeps_copy: bool) -> Path | None:
         """Cut `metrics.jsonl` to the lines to keep; further lines are appended after them.
 
-        Args:
-            lines: The lines to keep.
-            keeps_copy: Copy the current content to another file first.
-
-        Returns:
-            The path of the copy; None without one, or if the file was empty.
-
-        Raises:
-            SaveError: It cannot be written.
+        With `keeps_copy` the current content is first copied to another file, whose path is returned; None
+        without a copy, or if the file was empty. Without a copy, `lines` must be the start of the file: it is
+        only truncated.
         """
         aside = None
         try:
@@ -154,38 +138,19 @@ class RunDirectory:
         return aside
 
     def bring_metrics_to_disk(self) -> None:
-        """Flush `metrics.jsonl` to the disk (fsync).
-
-        Raises:
-            SaveError: It cannot be flushed.
-        """
+        """Flush `metrics.jsonl` to the disk (fsync)."""
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
             raise self._save_error(METRICS, 0, error) from error
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write a JSON file atomically.
-
-        Args:
-            name: The file's name.
-            document: Its content.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Write a JSON file atomically."""
         content = (json.dumps(document, indent=2) + "\n").encode()
         self._replace(name, len(content), lambda temporary: temporary.write_bytes(content))
 
     def append_metrics(self, entry: Mapping[str, Any]) -> None:
-        """Append a whole line to `metrics.jsonl`, or none.
-
-        Args:
-            entry: The content of the line, for `json`.
-
-        Raises:
-            SaveError: It could not be written.
-        """
+        """Append a whole line to `metrics.jsonl`, or none."""
         line = (json.dumps(entry) + "\n").encode()
         end = self._metrics.tell()
         try:
@@ -197,19 +162,9 @@ class RunDirectory:
             raise self._save_error(METRICS, len(line), error) from error
 
     def save_weights(self, model: nn.Module, name: str, metadata: Mapping[str, str]) -> Path:
-        """Write the parameters and buffers of a model atomically. Tied weights are written once.
+        """Write the parameters and buffers of a model to a file, atomically, with the metadata.
 
-        Args:
-            model: Its `state_dict` is written, under the names without wrappers (`torch.compile`).
-            name: The file's name.
-            metadata: Stored beside the weights.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            SaveError: They could not be written.
-            OutOfMemoryError: Memory ran out.
+        Tied weights are written once. The names are those without wrappers (`torch.compile`).
         """
         return with_room(partial(self._save_weights, model, name, metadata), during=f"{name} is written")
 
@@ -287,11 +242,7 @@ def _lock(metrics: BinaryIO, path: Path) -> None:
 def check_not_in_use(path: Path) -> None:
     """Check that no other process is training in a run directory.
 
-    Args:
-        path: The run directory.
-
-    Raises:
-        RunDirectoryError: One is, or `metrics.jsonl` cannot be opened.
+    Raises RunDirectoryError if one is, or if `metrics.jsonl` cannot be opened.
     """
     try:
         if (path / METRICS).is_file():
@@ -302,13 +253,9 @@ def check_not_in_use(path: Path) -> None:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a new run may write to `path`. Writes nothing.
+    """Check that a new run may write to `path`, which may not exist yet. Writes nothing.
 
-    Args:
-        path: The run directory, which may not exist yet.
-
-    Raises:
-        RunDirectoryError: It is a file, is not empty, or cannot be read.
+    Raises RunDirectoryError if it is a file, is not empty, or cannot be read.
     """
     present = [name for name in entries(path) if name != FALLBACK]
     if present:
@@ -316,16 +263,9 @@ def check_run_directory(path: Path) -> None:
 
 
 def entries(path: Path) -> list[str]:
-    """List a directory.
+    """The sorted names in a directory; none if it does not exist.
 
-    Args:
-        path: The directory, which may not exist yet.
-
-    Returns:
-        The names, sorted; empty if the directory does not exist.
-
-    Raises:
-        RunDirectoryError: It is a file, or cannot be read.
+    Raises RunDirectoryError if `path` is a file, or cannot be read.
     """
     if not os.path.lexists(path):
         return []
@@ -338,15 +278,7 @@ def entries(path: Path) -> list[str]:
 
 
 def not_empty(path: Path, present: Sequence[str]) -> RunDirectoryError:
-    """Make the error for a directory that is not empty.
-
-    Args:
-        path: The directory.
-        present: The names in it.
-
-    Returns:
-        The error to raise.
-    """
+    """Make the error for a directory that is not empty; `present` are the names in it."""
     named = ", ".join(present[:_MOST_ENTRIES_NAMED]) + (", …" if len(present) > _MOST_ENTRIES_NAMED else "")
     return RunDirectoryError(
         f"the run directory {path} is not empty: it has {named}. A run writes into a new or empty directory "
@@ -355,15 +287,7 @@ def not_empty(path: Path, present: Sequence[str]) -> RunDirectoryError:
 
 
 def not_usable(what: str, error: OSError) -> RunDirectoryError:
-    """Make the error for a run directory that cannot be opened or written to.
-
-    Args:
-        what: The file or directory.
-        error: The error of the system.
-
-    Returns:
-        The error to raise.
-    """
+    """Make the error for a run directory, or a file in it, that cannot be opened or written to."""
     return RunDirectoryError(
         f"{what} cannot be opened and written to: {error.strerror or error}. Choose another run directory."
     )

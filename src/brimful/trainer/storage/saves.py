@@ -70,11 +70,11 @@ class _Copies:
     frozen_tied: dict[str, str]
     run: dict[str, Any]
     state: dict[str, Any]
-    """The last six are empty on every rank but the first."""
+    """The last six are written by the first rank alone."""
 
     @property
     def file_bytes(self) -> int:
-        """Least size of the files."""
+        """Least size of the files, in bytes."""
         parts = {} if self.shards is None else self.shards.tensors
         tensors = sum(tensor.nbytes for tensor in (*self.tensors.values(), *parts.values()))
         counter = _Counter()
@@ -99,14 +99,10 @@ class _Counter(io.RawIOBase):
 
 
 class Saves:
-    """Writes the saves of one run in a thread, while training continues.
+    """Writes the saves of one run in a thread, while training continues; keeps the newest `keep`.
 
-    Args:
-        run_dir: The run directory.
-        keep: Number of saves to keep, the newest.
-        ranks: The ranks that each write a shard, with a process group that nothing else uses; a single one
-            where it writes whole tensors.
-        saved_step: The step of the save that the run resumes from; None for a new run.
+    `ranks` are those that each write a shard, with a process group that nothing else uses; a single one where
+    it writes whole tensors. `saved_step` is the step of the save that the run resumes from; None for a new run.
     """
 
     def __init__(
@@ -123,15 +119,10 @@ class Saves:
     def write(self, model: nn.Module, checkpoint: Checkpoint) -> None:
         """Copy everything to the host, then write it while training continues; all ranks call this together.
 
-        The first save is waited for. A step that is saved already is not saved again.
-
-        Args:
-            model: Its parameters and buffers are written.
-            checkpoint: Everything else; that of the first rank is written.
-
-        Raises:
-            SaveError: The save before this one, or this one if it is the first, could not be written.
-            UsageError: The state cannot be loaded without running code.
+        The first save is waited for. A step that is saved already is not saved again. The checkpoint of the
+        first rank is written, with parameters and buffers of the model. Raises SaveError if the save before
+        this one, or this one if it is the first, could not be written; UsageError if the state cannot be loaded
+        without running code.
         """
         self.wait()
         if self.saved_step == checkpoint.state.step:
@@ -151,9 +142,8 @@ class Saves:
     def wait(self) -> None:
         """Wait until the save under way is on the disk.
 
-        Raises:
-            SaveError: It could not be written; those before it are complete.
-            UsageError: The state cannot be loaded without running code.
+        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
+        cannot be loaded without running code.
         """
         if self._writing is None:
             return
@@ -209,11 +199,7 @@ class Saves:
         return f"The checkpoint after step {self.saved_step} is complete."
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the saves of later steps, which were refused, so that they are not used again.
-
-        Args:
-            step: The step of the save that the run resumes from.
-        """
+        """Rename the refused saves after `step`, where the run resumes, so that they are not used again."""
         for path in by_step(self._directory):
             if step_of(path) > step:
                 refused = path.with_name(f"refused-{path.name}")

@@ -40,11 +40,7 @@ _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 class Shards:
-    """Copies on the host of this rank's shards.
-
-    Args:
-        divided: Sharded tensors by name.
-    """
+    """Copies on the host of this rank's shards; `divided` has the sharded tensors by name."""
 
     def __init__(self, divided: Mapping[str, DTensor]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -57,20 +53,12 @@ class Shards:
                 self._header[name] = {_OFFSETS: list(place.offsets)}
 
     def write(self, path: Path) -> None:
-        """Write the shards to a file.
-
-        Args:
-            path: The file, which is overwritten if it exists.
-        """
+        """Write the shards to a file, which is overwritten if it exists."""
         write_tensors(self.tensors, path, {_HEADER: json.dumps(self._header)})
 
 
 class SavedTensors:
-    """The tensors in the `*.safetensors` of a directory, read on demand.
-
-    Args:
-        directory: Its files have shards, or whole tensors.
-    """
+    """The tensors in the `*.safetensors` of a directory, sharded or whole, read on demand."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -92,13 +80,9 @@ class SavedTensors:
         return found
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read into tensors, sharded or not, without communication between ranks.
+        """Read into tensors by name, sharded or not, without communication between ranks.
 
-        Args:
-            targets: The tensors by name, with the unsharded shapes that were saved.
-
-        Raises:
-            ResumeError: The files cannot be read.
+        Their unsharded shapes must be those that were saved. Raises ResumeError if the files cannot be read.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -119,14 +103,10 @@ class SavedTensors:
 
 
 def divided_of_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, str]]:
-    """Separate the sharded tensors of a model from the rest of its state.
+    """Separate the sharded tensors of a model from the rest of its state, by names without wrappers.
 
-    Args:
-        model: The model.
-
-    Returns:
-        By names without wrappers: the state that is not sharded; each sharded tensor once, by its name in the
-        shards; and for each further name of a tied sharded tensor, its first name.
+    Returns the state that is not sharded; each sharded tensor once, by its name in the shards; and for each
+    further name of a tied sharded tensor, its first name.
     """
     plain_name = plain_namer(model)
     parameters = model.named_parameters(remove_duplicate=False)
@@ -163,15 +143,10 @@ def divided_of_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def load_model(model: nn.Module, save: Path, whole_names: Sequence[str]) -> None:
-    """Load the parameters and buffers of a save into a model; each rank reads its shards alone.
+    """Load the parameters and buffers of a save into a model, sharded or not; each rank reads its shards alone.
 
-    Args:
-        model: A model with the structure of the saved one, sharded or not.
-        save: The directory of the save.
-        whole_names: The names of its files of unsharded tensors.
-
-    Raises:
-        ResumeError: The structure differs.
+    `save` is the directory of the save, `whole_names` the names of its files of unsharded tensors. Raises
+    ResumeError if the structure of the model differs.
     """
     wanted = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
     tied = {
@@ -206,16 +181,8 @@ def load_model(model: nn.Module, save: Path, whole_names: Sequence[str]) -> None
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: Path) -> dict[str, Any]:
     """Add the sharded tensors of a save to an optimizer's state, sharded as the parameters are now.
 
-    Args:
-        optimizer: The optimizer of this run.
-        state: The saved `state_dict` without sharded tensors.
-        save: The directory of the save.
-
-    Returns:
-        The complete `state_dict`.
-
-    Raises:
-        ResumeError: The saved optimizer has other parameters.
+    `state` is the saved `state_dict` without them, `save` the directory of the save. Returns the complete
+    `state_dict`. Raises ResumeError if the saved optimizer has other parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     source = SavedTensors(save / SHARDS)
@@ -248,17 +215,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
 
 
 def check_alike(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Check that a tensor has the shape and type of the saved one.
-
-    Args:
-        name: Its name, for the error.
-        own: The tensor of the model.
-        shape: The shape of the saved one.
-        dtype: The type of the saved one.
-
-    Raises:
-        ResumeError: Shape or type differs.
-    """
+    """Raise ResumeError unless a model's tensor has the shape and dtype of the saved one."""
     if own.shape != shape:
         raise _unlike(name, "shape", tuple(own.shape), tuple(shape))
     if own.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Checks saved state before this run's optimizer, schedule and loss scaler load it.
+"""Checks saved state before this run's optimizer, schedule and loss scaler load it; raises ResumeError.
 
 Their `load_state_dict` accepts almost anything, and state that does not fit would raise or broadcast within an
 update.
@@ -24,16 +24,9 @@ from brimful.trainer.storage.checkpoint import StateDict
 def check_parts(
     state: StateDict, optimizer: Optimizer, scheduler: LRScheduler | None, scaler: GradScaler | None
 ) -> None:
-    """Check that optimizer, schedule and loss scaler can load a saved state.
+    """Check that this run's optimizer, schedule and loss scaler can load a saved state.
 
-    Args:
-        state: The saved state.
-        optimizer: The optimizer of this run.
-        scheduler: The schedule of this run; None without one.
-        scaler: The loss scaler of this run; None without one.
-
-    Raises:
-        ResumeError: One of them cannot, or only one of the two runs has it.
+    A schedule or loss scaler that this run does not have is None; the saved run must not have it either.
     """
     check_optimizer_state(optimizer, state.optimizer)
     for name, part, saved in (
@@ -52,12 +45,7 @@ def check_parts(
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Check that a saved `state_dict` is of the parameters of an optimizer.
 
-    Args:
-        optimizer: The optimizer of this run; its parameters may be sharded.
-        state: The saved state; its tensors are whole, or sharded as the parameters are.
-
-    Raises:
-        ResumeError: It is of other parameters, or its tensors have other shapes or types.
+    The shapes and dtypes of its tensors must fit these; they are whole, or sharded as the parameters are.
     """
     saved_groups, groups = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
@@ -76,15 +64,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
 
 
 def check_scheduler_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Check that a saved `state_dict` is of such a scheduler: loading it replaces attributes.
-
-    Args:
-        scheduler: The scheduler of this run.
-        state: The saved state.
-
-    Raises:
-        ResumeError: It is of another scheduler.
-    """
+    """Check that a saved `state_dict` is of a scheduler like this run's: loading it replaces attributes."""
     own = scheduler.state_dict()
     if missing := own.keys() - state.keys():
         raise _other(scheduler, f"it has no `{min(missing)}`")
@@ -107,14 +87,7 @@ class _ScalerState:
 
 
 def check_scaler_state(state: Mapping[str, Any]) -> None:
-    """Check that a saved `state_dict` is of a loss scaler.
-
-    Args:
-        state: The saved state.
-
-    Raises:
-        ResumeError: It is not.
-    """
+    """Check that a saved `state_dict` is of a loss scaler."""
     try:
         named = {name.removeprefix("_"): value for name, value in state.items()}
         from_builtins(named, _ScalerState, where="the saved state of the loss scaler")

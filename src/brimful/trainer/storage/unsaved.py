@@ -33,7 +33,7 @@ from brimful.trainer.storage.saves import PARTIAL
 from brimful.trainer.storage.weights import AVERAGE, BEST, WEIGHTS
 
 _OF_TRAINING = (WEIGHTS, BEST, AVERAGE, RESULT, REPORT)
-"""Files that a run writes only after its first save."""
+"""Files of training, which a run from the beginning would overwrite."""
 
 _OF_UNSAVED_RUN = (PLAN, SETTINGS, JOB, TENSORBOARD, METRICS)
 """Files that a run writes before its first save, in the order of moving them: `metrics.jsonl`, which shows that
@@ -45,12 +45,8 @@ _SET_ASIDE = re.compile(r"unsaved-\d+")
 def check_restart(path: Path) -> None:
     """Check that a run without a save can start from the beginning. Writes nothing.
 
-    Args:
-        path: The run directory.
-
-    Raises:
-        RunDirectoryError: It has other files, is in use, or cannot be read.
-        ResumeError: It has files from training that a run from the beginning would overwrite.
+    Raises RunDirectoryError if the directory has other files, is in use, or cannot be read; ResumeError if it
+    has files from training that a run from the beginning would overwrite.
     """
     present = entries(path)
     if saves := find_saves(path):
@@ -78,14 +74,8 @@ def check_restart(path: Path) -> None:
 def set_unsaved_run_aside(path: Path) -> Path | None:
     """Move the files of a run that ended before its first save to a directory `unsaved-N` inside its own.
 
-    Args:
-        path: The run directory, checked by `check_restart`.
-
-    Returns:
-        The directory `unsaved-N`; None if that run had not taken a step.
-
-    Raises:
-        RunDirectoryError: Another process is training in it, or it cannot be written to.
+    `check_restart` has checked the run directory. Returns the directory `unsaved-N`; None if that run had not
+    taken a step. Raises RunDirectoryError if another process is training in it, or it cannot be written to.
     """
     check_not_in_use(path)
     if not _has_steps(path):

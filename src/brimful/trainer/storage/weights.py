@@ -60,16 +60,9 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
 
 
 def weights_of_run(directory: Path) -> Path:
-    """The best weights in a run directory; see `load_weights`.
+    """The file that `load_weights` loads from a run directory.
 
-    Args:
-        directory: The run directory.
-
-    Returns:
-        The file.
-
-    Raises:
-        UsageError: It has none.
+    Raises UsageError if the directory has no weights.
     """
     names = (BEST, AVERAGE, WEIGHTS)
     for name in names:
@@ -79,15 +72,11 @@ def weights_of_run(directory: Path) -> Path:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, deterministically.
+    """Write a safetensors file, deterministically. An existing file is overwritten.
 
-    safetensors writes the metadata in an order that differs between processes (0.8: Rust's `HashMap`), so this
-    writes the header again with sorted metadata, of the same length.
-
-    Args:
-        tensors: Tensors on the host, each with its own storage.
-        path: The file, which is overwritten if it exists.
-        metadata: Stored beside the tensors.
+    The tensors must be on the host, each with its own storage. safetensors writes the metadata in an order that
+    differs between processes (0.8: Rust's `HashMap`), so this writes the header again with sorted metadata, of
+    the same length.
     """
     save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     with path.open("r+b") as file:
@@ -105,16 +94,9 @@ _LENGTH_BYTES = 8
 
 
 def read_tensors(path: Path | str) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file, tied ones under each of their names.
+    """Read all tensors of a safetensors file to the host, tied ones under each of their names.
 
-    Args:
-        path: A file by `write_tensors`, or any safetensors file.
-
-    Returns:
-        Tensors on the host by name.
-
-    Raises:
-        FileFormatError: It is not a safetensors file, or cannot be read.
+    Raises FileFormatError if it is not a safetensors file, or cannot be read.
     """
     tied = read_tied(path)
     try:
@@ -126,17 +108,10 @@ def read_tensors(path: Path | str) -> dict[str, Tensor]:
 
 
 def read_tied(path: Path | str, *, elsewhere: bool = False) -> dict[str, str]:
-    """Read the further names of tied tensors in a safetensors file.
+    """Read the further names of tied tensors in a safetensors file: the name in the file by further name.
 
-    Args:
-        path: The file.
-        elsewhere: The tensors may be in other files.
-
-    Returns:
-        The name in the file by further name; empty if no weights are tied.
-
-    Raises:
-        FileFormatError: It is not a safetensors file, or cannot be read.
+    With `elsewhere` the tensors may be in other files. Raises FileFormatError if it is not a safetensors file,
+    or cannot be read.
     """
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would block
         raise FileFormatError(f"{path} is not a regular file.")
@@ -158,15 +133,10 @@ def distinct_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Move the tensors of a `state_dict` to the host, tied ones once.
 
-    `safetensors.torch.save_model` does the same, but refuses a parameter that shares its storage with others,
-    as the weights of an RNN on a GPU do (safetensors 0.8).
-
-    Args:
-        state: The `state_dict` of a model.
-        copies: Copy tensors that are on the host already, so that training can continue.
-
-    Returns:
-        Tensors by their first name, and the first name by further name.
+    Returns the tensors by their first name, and the first name by further name. With `copies`, tensors that are
+    on the host already are copied, so that training can continue. `safetensors.torch.save_model` also writes
+    tied tensors once, but refuses a parameter that shares its storage with others, as the weights of an RNN on
+    a GPU do (safetensors 0.8).
     """
     distinct: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -1,1 +1,1 @@
-"""How a capture differs from a real step on any device. One rule a file, which has its name."""
+"""Differences between a capture and a real step on any device. One rule per file of the same name."""

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class FakeForms(Rule):
-    """Give them the form of their kernels.
+    """Give ops whose fake form differs from their kernels the form of the kernels.
 
     Strides matter: a gradient that does not lie contiguously is copied later.
     """
@@ -36,12 +36,12 @@ class FakeForms(Rule):
     device_kinds = ("cuda", "cpu")
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """`F.one_hot`, which compares where tensors are fake and scatters where they are not."""
+        """A replacement of `F.one_hot`, which compares where tensors are fake and scatters otherwise."""
         return {F.one_hot: _one_hot}
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The forms are registered while the context is open."""
+        """Register the forms of kernels while the context is open."""
         library = torch.library.Library("aten", "IMPL")
         before = {op: decomposition_table[op] for op in _LAYOUTS}
         try:
@@ -64,7 +64,7 @@ def _grouped_mm(
     _bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A matrix, or one for each group where the groups divide the dimension that is summed over.
+    """The result of a grouped product: one matrix, or one per group if groups divide the dimension summed over.
 
     The operands are (rows, K) and (groups, K, N), in any float type; (M, rows) and (rows, N); or two batches.
     """
@@ -83,7 +83,7 @@ def _contiguous(_args: tuple[Any, ...], made: Tensor) -> Tensor:
 
 
 def _as_input(args: tuple[Any, ...], made: Tensor) -> Tensor:
-    """Contiguous, or with channels last if the input is so."""
+    """The result contiguous, or with channels last if the input is so."""
     return torch.empty_like(made, memory_format=suggest_memory_format(args[0]))
 
 
@@ -92,7 +92,7 @@ def _as_second(args: tuple[Any, ...], made: Tensor) -> Tensor:
 
 
 def _by_gradient(args: tuple[Any, ...], made: Tensor) -> Tensor:
-    """As an elementwise kernel that is given the gradient first."""
+    """The result as an elementwise kernel makes it that is given the gradient first."""
     tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.shape == made.shape]
     return made.new_empty_strided(made.shape, compute_elementwise_output_strides(*tensors))
 
@@ -117,7 +117,7 @@ _LAYOUTS: dict[Any, Callable[[tuple[Any, ...], Tensor], Tensor]] = {
 """Ops whose fake form is written in Python, and the layout in which their kernels make the first result."""
 
 _WANT_CONTIGUOUS = frozenset({aten.native_group_norm_backward.default})
-"""Their Python form fails for other gradients, which the kernel takes."""
+"""Ops whose Python form fails for gradients that are not contiguous, which the kernel takes."""
 
 
 def _laid_out(op: Any, form: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,9 +20,9 @@ from brimful.replaced import replaced
 class HostArrays(Rule):
     """Hand out the values of fake tensors as real arrays and lists: true ones where they are known.
 
-    Unknown ones are 1 where they are whole, true where they are conditions, and else lie about 1 and differ, so
-    that a matrix of them can be inverted. A single one is 1, as where one number is read. What is made of lists
-    or arrays is on the host, unless another device is asked for.
+    Unknown values are 1 where they are whole, true where they are conditions, and else lie about 1 and differ,
+    so that a matrix of them can be inverted. A single one is 1, as where one number is read. What is made of
+    lists or arrays is on the host, unless another device is asked for.
     """
 
     name = "host_arrays"
@@ -30,7 +30,7 @@ class HostArrays(Rule):
     device_kinds = ("cuda", "cpu")
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """What turns a tensor into an array, and an array or a list into a tensor."""
+        """Replacements of what turns a tensor into an array, and an array or a list into a tensor."""
         return {
             Tensor.numpy: self._numpy,
             Tensor.__array__: self._array,
@@ -40,7 +40,7 @@ class HostArrays(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What function modes do not see: `from_numpy`, and how a fake tensor becomes a list, one by one."""
+        """Replace what function modes do not see: `from_numpy`, and how a fake becomes a list, one by one."""
         with (
             replaced(FakeTensor, "tolist", lambda tensor: self._tolist(tensor)),
             replaced(torch, "from_numpy", self._making(torch.from_numpy)),
@@ -82,7 +82,7 @@ class HostArrays(Rule):
             return self._real(tensor).tolist()
 
     def _real(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, as one of their own memory; a real tensor itself."""
+        """The values of a tensor, as a real one with memory of its own; a real tensor itself."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         known = self.recorder.values.array_of(tensor)

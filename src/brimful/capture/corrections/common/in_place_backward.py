@@ -35,7 +35,7 @@ _STORAGE_USES = 2
 """What holds a tensor that only the engine's buffer holds, when an op is asked to add to it: the buffer, the
 call, the dispatcher and Python; and its storage: the tensor and Python. So it is with torch 2.13."""
 _FORMULAS_WITHOUT_SUMS = frozenset({"MulBackward0"})
-"""Of these a sum of two fresh results is the engine's, as where both factors are one tensor."""
+"""Nodes of which a sum of two fresh results is the engine's, as where both factors are one tensor."""
 
 
 class InPlaceBackward(Rule):
@@ -59,7 +59,7 @@ class InPlaceBackward(Rule):
         self._node: tuple[str, int] | None = None
         """Name and number of the node that runs backward."""
         self._made: set[int] = set()
-        """Addresses of the storages it has made."""
+        """Addresses of the storages that the node has made."""
 
     device_kinds = ("cuda", "cpu")
 

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 class InPlaceBias(Rule):
     """Hand the product's block over to the sum, where a linear layer would have added its bias in place.
 
-    Of an input of three or more dimensions that is not contiguous, such as a transposed one, `linear` is a
+    For an input of three or more dimensions that is not contiguous, such as a transposed one, `linear` is a
     product and a sum. It adds in place unless `isTensorSubclassLike`, which is true of every tensor while a
     dispatch mode is on.
     """
@@ -46,7 +46,7 @@ class InPlaceBias(Rule):
             self._is_in_linear = outer
 
     def watches_op(self, func: Any) -> bool:
-        """The sum."""
+        """Whether an op is a sum, as that of a bias is."""
         return func is aten.add.Tensor
 
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:

@@ -43,7 +43,7 @@ class QuantisedWeights(Rule):
     device_kinds = ("cuda", "cpu")
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """The ops that consist of others, where bitsandbytes is imported."""
+        """Replacements of the ops that consist of others, where bitsandbytes is imported."""
         if sys.modules.get("bitsandbytes") is None:
             return {}
         ops = torch.ops.bitsandbytes
@@ -61,7 +61,10 @@ class QuantisedWeights(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """8-bit layers multiply integers on CUDA; on a CPU, where the fakes are, training dequantises."""
+        """Let 8-bit layers multiply integers, as on CUDA, while the context is open.
+
+        On a CPU, where the fakes are, training dequantises.
+        """
         library: Any = sys.modules.get("bitsandbytes")
         if self.target.kind != "cuda":
             yield
@@ -89,7 +92,7 @@ class QuantisedWeights(Rule):
             yield
 
     def watches_op(self, func: Any) -> bool:
-        """An op is watched if it stands for one of bitsandbytes where that is not installed."""
+        """Whether an op stands for one of bitsandbytes, where that is not installed."""
         return func.namespace == "bitsandbytes_stand_in"
 
     def after_op(
@@ -156,7 +159,7 @@ class QuantisedWeights(Rule):
         bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The product is made of integers in 32 bits, then of float16, then of `dtype`."""
+        """The product, made of integers in 32 bits, then of float16, then of `dtype`."""
         ops = torch.ops.bitsandbytes
         product = ops.int8_linear_matmul.default(inputs, weight)
         fused = bias if bias is not None and bias.dtype is torch.float16 else None
@@ -176,7 +179,7 @@ class QuantisedWeights(Rule):
         _outlier_columns: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Without outliers."""
+        """The product of quantised inputs and an integer weight, without outliers."""
         none = torch.empty(0, device=inputs.device, dtype=inputs.dtype)
         return self._int8_scaled_mm(quantised, weight, row_stats, column_stats, bias, inputs.dtype), none
 

@@ -15,7 +15,7 @@ _KNOWN_NAMESPACES = frozenset(
     {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp", "triton_kernels"}
 )
 _OF_BITSANDBYTES = frozenset({"bitsandbytes", "bitsandbytes_stand_in"})
-"""Namespaces of its ops, and of those that predict them where it is not installed."""
+"""Namespaces of bitsandbytes' ops, and of those that predict them where it is not installed."""
 _KNOWN_ON_CUDA = frozenset({"optimizer_update_8bit_blockwise", "optimizer_update_32bit"})
 """Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
 _ALLOCATES_ITS_RESULT = frozenset(
@@ -61,16 +61,16 @@ _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.d
 _DIMS_OF_IMAGES = 4
 _NOT_MODELLED_ON_CPU = _MATMULS | _CONVOLUTIONS | {aten.linalg_matrix_exp.default}
 _MATRIX_POWERS = (6, 12)
-"""Times the argument: what it takes for small norms, and for any. Source: torch
+"""Memory inside a matrix exponential, in sizes of its argument: for small norms, and for any. Source: torch
 aten/src/ATen/native/LinearAlgebra.cpp, compute_T2 to compute_T18_scale_square; torch 2.13's profiler."""
 
 
 class UnknownOps(Rule):
     """Widen the interval by what an unknown op reads and writes, and name it.
 
-    Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten. On a CPU these are
-    matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of its own, and
-    matrix exponentials, whose powers depend on the norm.
+    Unknown are ops of `torch.library`, Triton's and those of other packages, and a few of aten. Those of aten
+    are on a CPU matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of
+    its own, and matrix exponentials, whose powers depend on the norm.
     """
 
     name = "unknown_ops"
@@ -78,7 +78,7 @@ class UnknownOps(Rule):
     device_kinds = ("cuda", "cpu")
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows nothing of."""
+        """Whether the memory inside an op is not known."""
         if func.namespace in _KNOWN_NAMESPACES:
             return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
         if func.namespace not in _OF_BITSANDBYTES:

@@ -29,7 +29,7 @@ _BLOCKS = {"AVX512": 16, "AVX2": 8}
 _SMALL_NUMEL = 20480
 _SMALL_KERNEL = 3
 _SMALL_BATCH = 16
-"""What torch's own convolution is for. Source: torch aten/src/ATen/native/Convolution.cpp, `use_mkldnn`."""
+"""Limits of torch's own convolution. Source: torch aten/src/ATen/native/Convolution.cpp, `use_mkldnn`."""
 _DEPTHWISE_KERNEL = 3
 """oneDNN's kernel for the weights of one channel each takes no wider one, see `_has_kernel_of_its_own`."""
 _WIDEST_KERNEL = 14
@@ -57,7 +57,7 @@ class BlockedConvolution(Rule):
     device_kinds = ("cpu",)
 
     def applies(self) -> bool:
-        """On CPUs whose vectors oneDNN blocks for."""
+        """Whether the CPU has vectors that oneDNN blocks for."""
         return super().applies() and torch.backends.cpu.get_cpu_capability() in _BLOCKS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -94,7 +94,7 @@ class _Convolution:
         return self.weight.shape[-1] <= _WIDEST_KERNEL
 
     def column_bytes(self) -> int:
-        """Each position's patch of one sample and group, on one level of a volume."""
+        """Bytes of each position's patch of one sample and group, on one level of a volume."""
         narrow = self.x if self.is_transposed else self.y
         return prod(self.weight.shape[1:]) * prod(narrow.shape[2:][-2:]) * narrow.element_size()
 
@@ -140,22 +140,26 @@ class _Convolution:
         return max(self.dilation) > 1 and (max(self.stride) > 1 or self.is_depthwise())
 
     def is_channels_last(self) -> bool:
-        """Whether torch suggests it for input or weight, by strides, so that size 1 counts as it does in torch.
+        """Whether torch suggests channels_last for input or weight.
 
-        Source: torch aten/src/ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`.
+        Strides decide, so that size 1 counts as it does in torch. Source: torch
+        aten/src/ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`.
         """
         layouts = (torch.channels_last, torch.channels_last_3d)
         return any(suggest_memory_format(tensor) in layouts for tensor in (self.x, self.weight))
 
     def copied_bytes(self, tensor: Tensor) -> int:
-        """The copy that torch makes of what does not lie in the layout of the convolution."""
+        """Bytes of the copy that torch makes of a tensor that does not lie in the layout of the convolution."""
         layout = torch.contiguous_format
         if self.is_channels_last():
             layout = torch.channels_last if self.x.dim() == 4 else torch.channels_last_3d
         return 0 if tensor.is_contiguous(memory_format=layout) else tensor.nbytes
 
     def columns_bytes(self) -> int:
-        """Input patches of all output positions, (C_in · kernel sizes, positions); 0 if the input serves."""
+        """Bytes of the input patches of all output positions, (C_in · kernel sizes, positions).
+
+        There are none if the input serves.
+        """
         if self.is_pointwise() and max(self.stride) == 1 and max(self.padding) == 0:
             return 0
         return self.y.shape[0] * prod(self.weight.shape[1:]) * prod(self.y.shape[2:]) * self.y.element_size()
@@ -171,7 +175,7 @@ class _Convolution:
     def blocked_weight_bytes(self, block: int, *, source: Tensor | None = None) -> int:
         """Bytes of the weight with its channels filled up, the groups' own where each has one channel.
 
-        Those of a source that is read as it is are not.
+        Channels of a source that is read as it is are not filled up.
         """
         outer, inner, *kernel = self.weight.shape
         if self.is_depthwise():
@@ -183,7 +187,7 @@ class _Convolution:
 
 
 def _convolution(x: Tensor, weight: Tensor, y: Tensor, how: Sequence[Any]) -> _Convolution:
-    """From the arguments of `aten.convolution` after the bias."""
+    """A convolution from the arguments of `aten.convolution` after the bias."""
     stride, padding, dilation, is_transposed, _output_padding, groups = how
     return _Convolution(
         x=x,
@@ -198,7 +202,7 @@ def _convolution(x: Tensor, weight: Tensor, y: Tensor, how: Sequence[Any]) -> _C
 
 
 def _forward_bytes(c: _Convolution) -> int:
-    """The most that is live at once, the output included."""
+    """The most bytes that a forward holds at once, its output included."""
     copied = c.copied_bytes(c.x)
     if not c.is_of_onednn():
         return c.y.nbytes + copied + c.columns_bytes()
@@ -210,7 +214,7 @@ def _forward_bytes(c: _Convolution) -> int:
 
 
 def _narrowed_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
-    """What a forward takes: copies of source, weight and result, or the result in both layouts."""
+    """Bytes that a forward takes: copies of source, weight and result, or the result in both layouts."""
     block = c.block()
     if block is None:
         return result.nbytes + max(c.column_bytes(), result.nbytes)
@@ -221,7 +225,7 @@ def _narrowed_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
 
 
 def _widened_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
-    """What the direction takes that widens by a stride: an input's gradient, or a transposed forward."""
+    """Bytes of the direction that widens by a stride: an input's gradient, or a transposed forward."""
     block = c.block()
     if c.is_by_rows(widens=True):
         return max(source.nbytes + c.weight_by_rows_bytes() + result.nbytes, 3 * result.nbytes)
@@ -232,7 +236,10 @@ def _widened_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
 
 
 def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
-    """The same for both gradients: the input's comes first, the weight's beside it."""
+    """The most bytes that a backward holds at once, both gradients included.
+
+    The input's gradient comes first, the weight's beside it.
+    """
     grad_x = c.x.nbytes if wants_x else 0
     grad_weight = c.weight.nbytes if wants_weight else 0
     copied = c.copied_bytes(c.y) + c.copied_bytes(c.x)
@@ -245,7 +252,7 @@ def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
 
 
 def _input_gradient_bytes(c: _Convolution) -> int:
-    """Copies of the output's gradient, the weight and the result at once, or the result in all layouts."""
+    """Bytes of copies of the output's gradient, the weight and the result, or of the result in all layouts."""
     if c.is_channels_last():
         source = c.y if c.is_transposed else None
         return c.x.nbytes + c.blocked_weight_bytes(_block(), source=source)
@@ -255,7 +262,7 @@ def _input_gradient_bytes(c: _Convolution) -> int:
 
 
 def _weight_gradient_bytes(c: _Convolution) -> int:
-    """Copies of both activations and of the result at once, or the result in all layouts.
+    """Bytes of copies of both activations and of the result at once, or of the result in all layouts.
 
     A convolution by matrices takes columns and sums in the place of copies.
     """

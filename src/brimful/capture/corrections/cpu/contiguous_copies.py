@@ -35,7 +35,7 @@ _DENSE: dict[Any, tuple[int, ...]] = {
     aten.upsample_nearest2d_backward.default: (0,),
     aten.upsample_bilinear2d_backward.default: (0,),
 }
-"""The same for what may have its channels last instead."""
+"""Positions of arguments that are made contiguous unless they have their channels last."""
 
 _OF_ONE_TYPE = frozenset(
     {"add", "sub", "rsub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum", "pow",
@@ -64,16 +64,7 @@ class ContiguousCopies(Rule):
 
 
 def copied_bytes(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> list[int]:
-    """Bytes of each copy that an op makes of an argument.
-
-    Args:
-        func: The op.
-        args: Its arguments.
-        outputs: What it returned.
-
-    Returns:
-        One size for each argument that is copied.
-    """
+    """Bytes of each copy that an op makes of an argument."""
     if func in _CONTIGUOUS:
         return [args[i].nbytes for i in _CONTIGUOUS[func] if not args[i].is_contiguous()]
     if func in _DENSE:
@@ -91,7 +82,7 @@ def copied_bytes(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> lis
 
 @cache
 def _base_name(func: Any) -> str:
-    """Such as "add" for `aten.add_.Tensor`."""
+    """The name of an op without overload, such as "add" for `aten.add_.Tensor`."""
     return str(func.overloadpacket._qualified_op_name).removeprefix("aten::").rstrip("_")
 
 
@@ -100,7 +91,7 @@ def _cast_bytes(tensors: Any, dtype: torch.dtype) -> list[int]:
 
 
 def _common_dtype(args: tuple[Any, ...], outputs: list[Tensor]) -> torch.dtype:
-    """What the op computes in: the type of its result, but for comparisons, whose result is boolean."""
+    """The type that an op computes in: that of its result, but for comparisons, whose result is boolean."""
     if outputs[0].dtype is not torch.bool:
         return outputs[0].dtype
     return torch.result_type(args[0], args[1])

@@ -23,13 +23,13 @@ class GlooTemporaries(Rule):
     device_kinds = ("cpu",)
 
     def applies(self) -> bool:
-        """Under FSDP2 on CPUs."""
+        """Whether FSDP2 divides the model among CPUs."""
         return super().applies() and self.settings.divides_model
 
     def watches_op(self, func: Any) -> bool:
-        """The two collectives of FSDP2."""
+        """Whether an op is one of the two collectives of FSDP2."""
         return func._schema.name in (_GATHERS, _REDUCES)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Both are called with (output, input, …), and the larger is the copied one."""
+        """Add a copy of the larger of the first two arguments, (output, input, …) in both collectives."""
         self.add(max(tensor.nbytes for tensor in args[:2]), f"gloo's copy in {func._schema.name}")

@@ -21,14 +21,14 @@ _SMALL_IMAGE = 128
 """Up to this height plus width an image is resized with its channels last. Source: torch
 aten/src/ATen/native/cpu/UpSampleKernel.cpp, _use_vectorized_kernel_cond_2d."""
 _ATTENTION_ROWS = ((768, 256), (192, 64), (0, 32))
-"""From this many queries on: queries in a block of attention."""
+"""Queries in a block of attention, each after the number of queries from which on it holds."""
 _ATTENTION_COLUMNS = 512
-"""Keys in such a block. Source of both: torch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+"""Keys in a block of attention. Source of both: torch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
 flash_attention_kernel_impl and flash_attention_backward_kernel_impl."""
 
 
 class KernelTemporaries(Rule):
-    """Count them, where they are about as large as an argument."""
+    """Count temporaries of CPU kernels that are about as large as an argument."""
 
     name = "kernel_temporaries"
     source = "torch aten/src/ATen/native, each op's own file; seen by torch 2.13's profiler"
@@ -43,7 +43,7 @@ class KernelTemporaries(Rule):
 
 
 def _batch_norm_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """The result, made a second time where all lies in one layout (Normalization.cpp)."""
+    """Bytes of the result, made a second time where all lies in one layout (Normalization.cpp)."""
     grad, x, mask = args[0], args[1], args[9]
     formats = (torch.contiguous_format, *((torch.channels_last,) if x.dim() == 4 else ()))
     is_plain = any(all(t.is_contiguous(memory_format=each) for t in (grad, x)) for each in formats)
@@ -51,13 +51,13 @@ def _batch_norm_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _gelu_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """Gradient and result in the layout of the input, where that is contiguous and the gradient is not."""
+    """Bytes of gradient and result in the input's layout, where that is contiguous and the gradient is not."""
     grad, x = args[:2]
     return 2 * x.nbytes if x.is_contiguous() and not grad.is_contiguous() else 0
 
 
 def _resize(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
-    """A small image's argument and result with channels last."""
+    """Bytes of a small image's argument and result with channels last."""
     (result,) = outputs
     if args[0].is_contiguous(memory_format=torch.channels_last) or sum(result.shape[2:]) > _SMALL_IMAGE:
         return 0
@@ -65,7 +65,7 @@ def _resize(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
 
 
 def _masked_select(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
-    """The mask as integers; and their running sums, unless one thread reads all in order."""
+    """Bytes of the mask as integers, and of their running sums unless one thread reads all in order."""
     x, mask = args
     numel = prod(torch.broadcast_shapes(x.shape, mask.shape))
     is_expanded = numel not in (x.numel(), mask.numel()) or x.shape != mask.shape
@@ -85,40 +85,43 @@ def _index_put(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _positions(indices: Any, picked: Tensor) -> int:
-    """Where the masks among some indices are true, for each row that they pick."""
+    """Bytes of the positions where the masks among some indices are true, for each row that they pick."""
     masks = [index for index in indices if index is not None and index.dtype is torch.bool]
     rows = picked.shape[0] if picked.dim() else 0
     return rows * _INDEX_BYTES * sum(mask.dim() for mask in masks)
 
 
 def _roll(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """What was rolled along all dimensions but the last one."""
+    """Bytes of what was rolled along all dimensions but the last one."""
     return args[0].nbytes if len(args[1]) > 1 else 0
 
 
 def _safe_softmax(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """A contiguous argument; then which of it is minus infinity."""
+    """Bytes of a contiguous copy of the argument; if it is contiguous, of a mask of its minus infinities."""
     return args[0].numel() if args[0].is_contiguous() else args[0].nbytes
 
 
 def _binary_cross_entropy_with_logits(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """The logarithm of the sigmoid and what it keeps, of a contiguous argument."""
+    """Bytes of the logarithm of the sigmoid and what it keeps, and of a contiguous copy of the argument."""
     return (2 if args[0].is_contiguous() else 3) * args[0].nbytes
 
 
 def _distances(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """Points (..., D) of both sides, with their norms and ones beside them, (..., D + 2)."""
+    """Bytes of points (..., D) of both sides, with their norms and ones beside them, (..., D + 2)."""
     return sum(points.nbytes // points.shape[-1] * (points.shape[-1] + 2) for points in args[:2])
 
 
 def _real_from_complex(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
-    """Along several dimensions: the transform along all but one, then a copy of that for the last one."""
+    """Bytes of the transform along all dimensions but one, if several, and of its copy for the last one."""
     x, dims = args[:2]
     return 2 * x.nbytes if len(dims) > 1 else _transformed(args, outputs)
 
 
 def _transformed(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """A copy, where the dimensions that are not transformed cannot be viewed as one (mkl/SpectralOps.cpp)."""
+    """Bytes of a copy, where the dimensions that are not transformed cannot be viewed as one.
+
+    Source: torch aten/src/ATen/native/mkl/SpectralOps.cpp.
+    """
     x, dims = args[:2]
     transformed = {dim % x.dim() for dim in dims}
     others = sorted((dim for dim in range(x.dim()) if dim not in transformed), key=x.stride, reverse=True)
@@ -127,7 +130,7 @@ def _transformed(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _attention(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """For each thread one block of scores, its rows' maxima and sums, and its rows of the result."""
+    """Bytes of one block of scores for each thread, its rows' maxima and sums, and its rows of the result."""
     query, key = args[:2]
     rows, columns = _attention_block(query, key)
     in_float = rows * (columns + 2 + query.shape[-1])
@@ -135,7 +138,7 @@ def _attention(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _attention_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """A copy of a gradient (B, H, M, D) whose (B, M, H, D) is not contiguous; two blocks for each thread."""
+    """Bytes of a copied gradient (B, H, M, D), if (B, M, H, D) is not contiguous, and two blocks per thread."""
     grad, query, key = args[:3]
     rows, columns = _attention_block(query, key)
     copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
@@ -149,7 +152,7 @@ def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
 
 
 def _for_each_thread(query: Tensor, in_float: int, in_half: int) -> int:
-    """Bytes of a buffer that accumulates, and of another in the query's type where that is of 16 bits."""
+    """Bytes for all threads of a buffer that accumulates and of one in the query's type of 16 bits."""
     is_half = query.dtype.itemsize < torch.float32.itemsize
     accumulated = in_float * max(query.dtype.itemsize, torch.float32.itemsize)
     return torch.get_num_threads() * (accumulated + (in_half * query.dtype.itemsize if is_half else 0))
@@ -181,4 +184,4 @@ _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], list[Tensor]], int]] = {
     aten._fft_c2c.default: _transformed,
     aten.logsumexp.default: _first,  # what is exponentiated
 }
-"""Bytes from arguments and outputs."""
+"""Functions for the bytes of temporaries, from arguments and outputs."""

@@ -99,11 +99,11 @@ def lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_siz
 
 
 def reduced_lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
-    """What that backward takes in bfloat16, as the profiler shows: it computes gradients in float32.
+    """What the backward of one layer and direction in bfloat16 takes beside its outputs, as the profiler shows.
 
-    The gradient of the outputs (T, B, H), of both last states and a copy of the first cell state (B, H); copies
-    of both weights, (4H, I) and (4H, H), padded; their gradients, (I, 4H) and (H, 4H), padded, in float32;
-    gradients of one step's gates (B, 4H) and of two states (B, H), padded.
+    It computes gradients in float32. The gradient of the outputs (T, B, H), of both last states and a copy of
+    the first cell state (B, H); copies of both weights, (4H, I) and (4H, H), padded; their gradients, (I, 4H)
+    and (H, 4H), padded, in float32; gradients of one step's gates (B, 4H) and of two states (B, H), padded.
     """
     gates = 4 * hidden_size
     widths = (input_size, hidden_size)
@@ -120,7 +120,7 @@ def reduced_lstm_backward_bytes(sequence: int, samples: int, input_size: int, hi
 
 
 def _leading_dimension(width: int, element_bytes: int = _FLOAT_BYTES) -> int:
-    """`get_good_ld`: a multiple of 64 bytes, and no multiple of 256 elements."""
+    """oneDNN's `get_good_ld`: a multiple of 64 bytes, and no multiple of 256 elements."""
     step = 64 // element_bytes
     rounded = -(-width // step) * step
     return rounded + step if rounded % 256 == 0 else rounded

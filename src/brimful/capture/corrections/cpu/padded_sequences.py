@@ -22,24 +22,17 @@ class PaddedSequences(Rule):
     device_kinds = ("cpu",)
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """`torch._VF._pad_packed_sequence`, which `nn.utils.rnn.pad_packed_sequence` calls."""
+        """A replacement of `torch._VF._pad_packed_sequence`, which `nn.utils.rnn.pad_packed_sequence` calls."""
         return {torch._VF._pad_packed_sequence: _pad}
 
 
 def _pad(
     packed: Tensor, rows_at: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows as (T, B, ...), or (B, T, ...), and the lengths (B,).
+    """Rows as a fake tensor (T, B, ...), or (B, T, ...) with `batch_first`, and the real lengths (B,).
 
-    Args:
-        packed: Fake.
-        rows_at: Rows at each time, falling; real, as recurrent layers read them too.
-        batch_first: Whether samples come first.
-        padding: Fills what no row does.
-        total_length: Times to fill; 0 or less takes those there are.
-
-    Returns:
-        A fake tensor and a real one.
+    `packed` is fake. `rows_at` has the rows at each time, falling; it is real, as recurrent layers read it too.
+    `padding` fills what no row does. `total_length` is how many times to fill; 0 or less takes those there are.
     """
     rows = rows_at.tolist()
     times = max(total_length, len(rows))

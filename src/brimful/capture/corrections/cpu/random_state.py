@@ -24,7 +24,7 @@ class RandomState(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """States that are asked for while the context is open are recorded as long as they live."""
+        """Record states that are asked for while the context is open, as long as they live."""
         get_rng_state = torch.get_rng_state
 
         def recorded() -> Tensor:

@@ -14,9 +14,9 @@ aten = torch.ops.aten
 
 _KEPT = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default,
                    aten.binary_cross_entropy.default})  # fmt: skip
-"""Their scalar is written into a result that was made for all elements, and keeps its storage."""
+"""Losses whose scalar is written into a result that was made for all elements, and keeps its storage."""
 _TWICE = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default})
-"""They hold the elements apart as well until they are summed."""
+"""Losses that hold the elements apart as well until they are summed."""
 _REDUCTION = {aten.binary_cross_entropy.default: 3}
 """Position of the argument that says whether to sum, 2 elsewhere; 0 leaves the elements."""
 

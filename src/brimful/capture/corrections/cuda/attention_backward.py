@@ -23,7 +23,7 @@ Source: torch aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_ba
 
 
 class AttentionBackward(Rule):
-    """Count what each kernel takes beside the gradients.
+    """Count what the backward of each fused attention takes beside the gradients.
 
     Flash: sums of gradient times output (B, H, M) and the query's gradient (B, M, H, D), both in float32 with M
     filled up to 128 and D to 32, above 128 to 64; where key heads are shared, gradients of keys and values for
@@ -41,7 +41,7 @@ class AttentionBackward(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is the backward of an attention."""
         return str(func.overloadpacket).endswith("attention_backward")
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -64,7 +64,7 @@ class AttentionBackward(Rule):
 def flash_backward_bytes(query: Tensor, key: Tensor) -> tuple[int, ...]:
     """Bytes of the accumulators of flash attention for queries (B, H, M, D) and keys (B, G, N, D).
 
-    Two in float32, and with G < H the gradients of keys and values for each query head.
+    These are two in float32, and with G < H the gradients of keys and values for each query head.
     """
     samples, heads, rows, head_size = query.shape
     rows = round_up(rows, _FLASH_ROWS)

@@ -1,4 +1,4 @@
-"""Which kernel CUDA runs scaled dot-product attention in: torch's checks, one function for each kernel.
+"""CUDA's choice of a kernel for scaled dot-product attention: torch's checks, one function per kernel.
 
 Source: torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 001f694a (newer than 2.13) and a copy of
 about 2.9; what differs between them depends on torch's version below.
@@ -21,7 +21,7 @@ _Version = tuple[int, int]
 
 
 class AttentionBackend(StrEnum):
-    """Torch's name for it."""
+    """Torch's name for a kernel of attention."""
 
     CUDNN = "cudnn"
     FLASH = "flash"
@@ -64,14 +64,7 @@ class AttentionCall:
 
 
 def choose_backend(call: AttentionCall) -> AttentionBackend:
-    """The first kernel, in the order torch prefers, that takes the call.
-
-    Args:
-        call: What is asked.
-
-    Returns:
-        Math if none takes it.
-    """
+    """The first kernel, in the order torch prefers, that takes the call; math if none does."""
     enabled = torch.backends.cuda
     takes = {
         AttentionBackend.CUDNN: enabled.cudnn_sdp_enabled()
@@ -84,7 +77,7 @@ def choose_backend(call: AttentionCall) -> AttentionBackend:
 
 
 def _cudnn_is_preferred(call: AttentionCall, environment: Mapping[str, str] = os.environ) -> bool:
-    """On data-center Hopper and Blackwell, where the cuDNN that comes with torch is new enough.
+    """Whether cuDNN comes first: on data-center Hopper and Blackwell, where torch's cuDNN is new enough.
 
     Torch 2.9 asks for cuDNN 9.9, and for 9.0 or 10.0; 2.10 and later ask for a cuDNN after 9.15.0, which is
     bundled from 2.11 on. Elsewhere cuDNN comes after math, so it never runs. Versions: pytorch issue 169849,
@@ -135,7 +128,7 @@ def _flash_takes(call: AttentionCall) -> bool:
 
 
 def _backward_lacks_room(call: AttentionCall, head_size: int) -> bool:
-    """Consumer cards have too little shared memory for the backward of large heads."""
+    """Whether a card has too little shared memory for the backward of large heads, as consumer cards have."""
     is_small = (8, 6) <= call.capability <= (8, 9) or (12, 0) <= call.capability <= (12, 1)
     return is_small and (192 < head_size <= 224 or (head_size > 224 and call.dropout > 0))
 
@@ -163,7 +156,7 @@ def _efficient_takes(call: AttentionCall) -> bool:
 
 
 def _is_four_dimensional(call: AttentionCall) -> bool:
-    """Of one batch size and type, and not empty."""
+    """Whether all tensors have four dimensions, one batch size and one type, and are not empty."""
     tensors = (call.query, call.key, call.value)
     return (
         all(t.dim() == 4 for t in tensors)

@@ -27,7 +27,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _FLASH_MULTIPLE = 8
 """Flash attention fills heads up to a multiple. Source: attention.cpp, pad_last_dim."""
 _BIAS_MULTIPLE = 8
-"""So are the strides of a bias for memory-efficient attention. Source: attention.cpp, preprocess_mask."""
+"""Memory-efficient attention fills strides of a bias up to a multiple. Source: attention.cpp,
+preprocess_mask."""
 _CUDNN_MASKED = -65504.0
 """Stands for minus infinity in cuDNN's biases. Source: attention.cpp, convert_boolean_attn_mask_cudnn."""
 
@@ -47,11 +48,11 @@ class AttentionKernel(Rule):
     _is_in_math = False
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """`F.scaled_dot_product_attention`."""
+        """A replacement of `F.scaled_dot_product_attention`."""
         return {_ATTENTION: self._attention}
 
     def context(self) -> AbstractContextManager[object]:
-        """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
+        """Replace the name that `F.multi_head_attention_forward` calls, out of reach of function modes."""
         return replaced(F, "scaled_dot_product_attention", self._attention)
 
     def _attention(
@@ -91,7 +92,7 @@ class AttentionKernel(Rule):
             return run[backend](call, scale)
 
     def watches_op(self, func: Any) -> bool:
-        """Sums, of which one adds the mask."""
+        """Whether an op is a sum, of which one adds the mask."""
         return func is aten.add.Tensor
 
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
@@ -102,7 +103,7 @@ class AttentionKernel(Rule):
     def _cast(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """To autocast's type, which the direct calls of the kernels would miss."""
+        """Cast to autocast's type, which the direct calls of the kernels would miss."""
         if not torch.is_autocast_enabled("cpu") or query.dtype is torch.float64:
             return query, key, value, mask
         dtype = torch.get_autocast_dtype("cpu")
@@ -111,7 +112,7 @@ class AttentionKernel(Rule):
         return query.to(dtype), key.to(dtype), value.to(dtype), mask
 
     def _math(self, call: AttentionCall, scale: float | None) -> Tensor:
-        """Computed op by op, halves in float32."""
+        """Compute attention op by op, halves in float32."""
         mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
         self._is_in_math = True
         try:
@@ -177,7 +178,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """A view of a copy with longer rows, unless rows begin at multiples already."""
+    """A bias whose rows begin at multiples: itself, or a view of a copy with longer rows."""
     if bias.stride(-1) == 1 and all(stride % _BIAS_MULTIPLE == 0 for stride in bias.stride()[:-1]):
         return bias
     width = bias.size(-1)

@@ -21,24 +21,25 @@ _FLOAT32_OPS = (
     "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "kl_div", "logsumexp",
     "binary_cross_entropy_with_logits", "norm.Scalar", "norm.ScalarOpt_dim",
 )  # fmt: skip
-"""Their inputs are cast. Source: torch aten/src/ATen/autocast_mode.h, the fp32 list (checked: 2.13)."""
+"""Ops whose inputs are cast. Source: torch aten/src/ATen/autocast_mode.h, the fp32 list (checked: 2.13)."""
 
 _FLOAT32_RESULTS = (
     "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod", "prod.dim_int", "sum", "sum.dim_IntList",
     "linalg_vector_norm",
 )  # fmt: skip
-"""They are given dtype=float32 and read their inputs as they are. Source: as above, fp32_set_opt_dtype."""
+"""Ops that are given dtype=float32 and read their inputs as they are. Source: autocast_mode.h,
+fp32_set_opt_dtype (checked: 2.13)."""
 
 
 _HALF_TO_FLOAT = {
     torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
     torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
 }
-"""Of float16 their kernels give float32 without a copy; bfloat16 is converted first. Source: torch
+"""Ops whose kernels give float32 for float16 without a copy; bfloat16 is converted first. Source: torch
 aten/src/ATen/native/SoftMax.cpp."""
 
 _NOT_LISTED = ("cross_entropy_loss",)
-"""On the CPU's float32 list but on none of CUDA's: its parts are, so its input is not cast as a whole."""
+"""Ops on the CPU's float32 list but on none of CUDA's: their parts are, so their inputs are not cast."""
 
 _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -51,7 +52,7 @@ class AutocastLists(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The kernels are this rule's for what this thread runs while the context is open."""
+        """Give the kernels to this rule for what this thread runs while the context is open."""
         _register_kernels()
         _here.rule = self
         try:
@@ -87,7 +88,10 @@ _library = torch.library.Library("aten", "IMPL")
 
 @cache
 def _register_kernels() -> None:
-    """Once for the process: an op that another thread calls while its kernel changes may fail."""
+    """Register the kernels once for the process.
+
+    An op that another thread calls while its kernel changes may fail.
+    """
     with warnings.catch_warnings():
         # Some of them are on the CPU's own list and are registered over, which is meant.
         warnings.filterwarnings("ignore", "Warning only once for all operators")

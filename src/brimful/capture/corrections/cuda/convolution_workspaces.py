@@ -1,4 +1,4 @@
-"""What cuDNN's convolution algorithms take as workspace, by problem size.
+"""Workspaces of cuDNN's convolution algorithms, by problem size.
 
 Each formula gives, to the byte or to a few hundred, what torch allocated on an H100 (cuDNN 9.19, torch 2.11;
 benchmarks/results/gpu_record.json and the allocation histories of its ResNet-50 and U-Net in float32).
@@ -15,7 +15,7 @@ from brimful.quantities import round_up
 from brimful.trace import Kernel
 
 _ALIGNMENT_BYTES = 16
-"""Beside copies, whatever their size; likely so that their address can be a multiple of it."""
+"""Bytes beside copies, whatever their size; likely so that their address can be a multiple of it."""
 _FLOAT_BYTES = 4
 _COMPLEX_BYTES = 8
 _WINOGRAD_OUTPUTS = 4
@@ -27,7 +27,7 @@ _FFT_SIDES = (16, 32)
 """Sides of the tiles of a forward. A real tile transforms to half as many columns, and one more, of complex
 numbers."""
 _FFT_TILES_AT_ONCE = 2
-"""Of each sample in an input's gradient: so with 4, 9, 25 and 81 tiles of a sample; the only one of 1."""
+"""Tiles of each sample in an input's gradient: two of 4, 9, 25 and 81 tiles of a sample; the only one of 1."""
 _PRODUCTS_PER_POINT = 4
 """Multiplications of two complex numbers."""
 
@@ -73,18 +73,18 @@ class ConvolutionShape:
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether it is a matrix product over channels: filters of one element, at every position."""
+        """Whether this is a matrix product over channels: filters of one element, at every position."""
         return math.prod(self.kernel) == math.prod(self.stride) == 1
 
     @property
     def is_plain_3x3(self) -> bool:
-        """Whether transforms of tiles can run it: filters of 3 × 3 that move by one, in one group."""
+        """Whether transforms of tiles can run this: filters of 3 × 3 that move by one, in one group."""
         moves_by_one = math.prod(self.stride) == math.prod(self.dilation) == 1
         return self.kernel == (3, 3) and moves_by_one and self.groups == 1
 
     @property
     def fewest_channels(self) -> int:
-        """Of input and output."""
+        """The fewer of input and output channels."""
         return min(self.in_channels, self.out_channels)
 
     def input_bytes(self, padded_to: int = 1) -> int:
@@ -143,7 +143,7 @@ class Transforms:
     is_forward: bool
     side: int
     tiles: int
-    """Of one sample."""
+    """Tiles of one sample."""
 
     @classmethod
     def of(cls, shape: ConvolutionShape, *, is_forward: bool) -> Transforms | None:
@@ -159,17 +159,17 @@ class Transforms:
 
     @property
     def gain(self) -> float:
-        """How many times fewer multiplications they need than the sum that defines a convolution."""
+        """How many times fewer multiplications transforms need than the sum that defines a convolution."""
         points = self.tiles * self.side * (self.side // 2 + 1) * _PRODUCTS_PER_POINT
         return math.prod(self.shape.out_size) * math.prod(self.shape.kernel) / points
 
     def size_bytes(self, beside_bytes: int) -> int:
-        """Their bytes, and those of what is there beside them."""
+        """Bytes of the transforms and of what is there beside them."""
         _samples, _tiles, tile_bytes, weights, activations, beside_bytes = self._numbers(beside_bytes)
         return tile_bytes * (weights + activations) + beside_bytes
 
     def kernel(self, beside_bytes: int) -> Kernel:
-        """The same, of 0 bytes where there are too few tiles for the weight's transform to pay."""
+        """The transforms as a `Kernel`, of 0 bytes where too few tiles make the weight's transform pay."""
         return Kernel(name="convolution transforms", numbers=(0, 0, *self._numbers(beside_bytes)))
 
     def _numbers(self, beside_bytes: int) -> tuple[int, int, int, int, int, int]:
@@ -186,7 +186,7 @@ class Transforms:
 def partial_sums(shape: ConvolutionShape, multiprocessors: int, beside_bytes: int) -> Kernel:
     """Workspace of a weight's gradient on tensor cores, whose sum over samples and positions is divided.
 
-    In tiles of 128 × 128 float32, or 64 × 64 for a smaller weight. Kernels of four-byte types continue tiles of
+    Tiles are 128 × 128 float32, or 64 × 64 for a smaller weight. Kernels of four-byte types continue tiles of
     each other (segment K: 21 of 29 of a ResNet-50 in TF32 on an H100), most of half types do not (8 of 22).
     """
     rows = -(-shape.in_channels // shape.groups) * math.prod(shape.kernel)

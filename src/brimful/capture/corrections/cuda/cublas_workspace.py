@@ -40,10 +40,10 @@ class CublasWorkspace(Rule):
     def __init__(self, target: Device, settings: Settings) -> None:
         super().__init__(target, settings)
         self._threads: set[bool] = set()
-        """The forward's (False) and autograd's (True), if it has its workspace."""
+        """Threads that have their workspace: the forward's (False) and autograd's (True)."""
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is a matmul."""
         return func in _MATMULS
 
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:

@@ -176,11 +176,11 @@ class _Stream(_Entered):
     wait_stream = wait_event = synchronize = _nothing
 
     def query(self) -> bool:
-        """Whether all its work is done."""
+        """Whether all work of the stream is done."""
         return True
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """An event of now."""
+        """The event, or a new one."""
         return event or _Event()
 
 
@@ -193,9 +193,9 @@ class _Event:
     record = wait = synchronize = _nothing
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether the event has happened."""
         return True
 
     def elapsed_time(self, _end: _Event) -> float:
-        """Milliseconds to another."""
+        """Milliseconds to another event."""
         return 1.0

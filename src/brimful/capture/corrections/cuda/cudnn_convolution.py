@@ -42,18 +42,18 @@ FORWARD_GAIN, GRADIENT_GAIN, UPPER_END_GAIN = 2.0, 1.0, 1.5
 0.8 to 1.1. Input gradient: seen with 1.06 to 3.4, none with 0.2 and 0.8. In the upper end: a choice."""
 
 _LARGEST_TILE_BYTES = 128 * 128 * 4
-"""Of float32 sums that a multiprocessor may keep of an unfinished tile."""
+"""Bytes of float32 sums that a multiprocessor may keep of an unfinished tile."""
 
 
 class _Workspace(NamedTuple):
     likely_bytes: int
     most_bytes: int
     kernel: Kernel | None = None
-    """Where the likely size is not affine in the micro-batch."""
+    """What decides the likely size, where that is not affine in the micro-batch."""
 
     @classmethod
     def of(cls, likely: Kernel, most_bytes: int) -> _Workspace:
-        """That of a kernel."""
+        """The workspace of a kernel."""
         likely_bytes = likely.size_bytes()
         return cls(likely_bytes, max(most_bytes, likely_bytes), likely)
 
@@ -85,7 +85,7 @@ class CudnnConvolution(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is a convolution or its backward."""
         return func in (aten.convolution.default, aten.convolution_backward.default)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -116,7 +116,7 @@ class CudnnConvolution(Rule):
     def _workspace(
         self, shape: ConvolutionShape, result: str, dtype: torch.dtype, *, is_nchw: bool
     ) -> _Workspace:
-        """What the kernel of a result takes."""
+        """The workspace of the kernel of a result: "output", "input" or "weight"."""
         if shape.is_depthwise:  # kernels of their own
             return _Workspace(0, 0)
         if self._uses_tensor_cores(dtype):
@@ -125,7 +125,7 @@ class CudnnConvolution(Rule):
         return self._without_tensor_cores(shape, result, is_nchw=is_nchw, is_known=is_known)
 
     def _on_tensor_cores(self, shape: ConvolutionShape, result: str, *, is_nchw: bool) -> _Workspace:
-        """Copies to NHWC and back; partial sums of a weight's gradient."""
+        """The workspace for copies to NHWC and back, and for partial sums of a weight's gradient."""
         step = HALF_STEP if shape.item_bytes == 2 else 1
         if is_nchw:
             most = likely = copied_bytes(shape, padded_to=step)
@@ -146,7 +146,10 @@ class CudnnConvolution(Rule):
     def _without_tensor_cores(
         self, shape: ConvolutionShape, result: str, *, is_nchw: bool, is_known: bool
     ) -> _Workspace:
-        """Transforms, and for tensors in NHWC copies beside them; likely ones only where they are known."""
+        """The workspace for transforms, and for tensors in NHWC copies beside them.
+
+        The likely size counts only what is known.
+        """
         copies = copied_bytes(shape)
         beside = 0 if is_nchw else copies
         if result == "weight":
@@ -168,7 +171,7 @@ class CudnnConvolution(Rule):
         return _Workspace(0, most)
 
     def _uses_tensor_cores(self, dtype: torch.dtype) -> bool:
-        """Whether they are so much faster that cuDNN copies operands for them."""
+        """Whether tensor cores are so much faster that cuDNN copies operands for them."""
         plain = self.target.fp32_flops_per_second
         if dtype is torch.float32:
             precision = Precision.TF32 if self._allows_tf32() else Precision.FP32
@@ -197,6 +200,9 @@ def _takes(transforms: Transforms) -> bool:
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """Whether torch runs the convolution in channels_last for it (ConvUtils.h, cudnn_conv_suggest_...)."""
+    """Whether torch runs a convolution of this tensor in channels_last.
+
+    Source: torch aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format.
+    """
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()

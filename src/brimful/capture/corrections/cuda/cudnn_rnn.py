@@ -52,7 +52,7 @@ class CudnnRnn(Rule):
     _has_dropout_state = False
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """The functions that the modules call."""
+        """Replacements of the functions that recurrent modules call."""
         modes: tuple[tuple[Callable[..., Any], int], ...] = (
             (torch.lstm, _LSTM),
             (torch.gru, _GRU),
@@ -63,7 +63,7 @@ class CudnnRnn(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Registers the shapes that `_cudnn_rnn_backward` returns, which torch does not know."""
+        """Register the shapes that `_cudnn_rnn_backward` returns, which torch does not know."""
         library = torch.library.Library("aten", "IMPL")
         library.impl("_cudnn_rnn_backward", _backward_shapes, "Meta")
         try:
@@ -72,7 +72,10 @@ class CudnnRnn(Rule):
             library._destroy()
 
     def _run(self, function: Callable[..., Any], mode: int, *args: Any) -> tuple[Tensor, ...]:
-        """What `torch.lstm` and its like take: a padded batch, or the data and sizes of a packed one."""
+        """Run a layer by cuDNN, with the arguments of `torch.lstm` and its like.
+
+        These have a padded batch, or the data and sizes of a packed one.
+        """
         inputs = args[0]
         if not torch.backends.cudnn.enabled or inputs.numel() == 0:
             return function(*args)
@@ -116,7 +119,7 @@ class CudnnRnn(Rule):
             self.recorder.ledger.allocate(_DROPOUT_STATE_BYTES, "cuDNN dropout state")
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is cuDNN's recurrent layer or its backward."""
         return func in (aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -158,14 +161,14 @@ class CudnnRnn(Rule):
         self.add(copied_bytes, "copy of a recurrent layer's input")
 
     def _add_uncertain_part(self, storage: torch.UntypedStorage, extra_bytes: int) -> None:
-        """A block of no likely size that lives as long as a storage does."""
+        """Add a block of no likely size that lives as long as a storage does."""
         block = self.recorder.ledger.allocate(0, "cuDNN RNN reserve, uncertain part", most_bytes=extra_bytes)
         weakref.finalize(storage, self.recorder.ledger.free, block).atexit = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RnnSizes:
-    """What the size of cuDNN's buffers depends on."""
+    """Sizes that those of cuDNN's buffers depend on."""
 
     mode: int
     steps: int
@@ -179,7 +182,7 @@ class RnnSizes:
     has_dropout: bool
     element_bytes: int
     matrix_bytes: int
-    """Of all weights but the biases."""
+    """Bytes of all weights but the biases."""
 
     @classmethod
     def of(
@@ -191,7 +194,7 @@ class RnnSizes:
         dropout: float,
         bidirectional: bool,
     ) -> RnnSizes:
-        """Those of a call of `_cudnn_rnn`: mode, hidden size, projected size and layers come in a row."""
+        """The sizes of a call of `_cudnn_rnn`: mode, hidden size, projected size and layers come in a row."""
         mode, hidden_size, projected_size, layers = mode_and_sizes
         return cls(
             mode=mode,
@@ -246,7 +249,7 @@ def workspace_bytes(sizes: RnnSizes) -> tuple[int, int]:
 def _cast(
     inputs: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """To float16 under autocast, whatever type it is set to: AutocastRNN.cpp names no other."""
+    """Cast to float16 under autocast, whatever type it is set to: AutocastRNN.cpp names no other."""
     if not torch.is_autocast_enabled("cpu") or inputs.dtype is torch.float64:
         return inputs, hx, cx, list(weights)
     return (

@@ -36,7 +36,7 @@ class DeviceCalls(Rule):
     source = "torch.Tensor.to, cpu, cuda and pin_memory, torch/amp/autocast_mode.py (checked: 2.13)"
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """What moves a tensor."""
+        """Replacements of what moves a tensor."""
         return {
             Tensor.to: self._to,
             Tensor.cpu: lambda tensor, **_kwargs: self._on_host(tensor, Place.HOST),
@@ -46,7 +46,7 @@ class DeviceCalls(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Modules move as their tensors do while the context is open; autocast and scaling work."""
+        """Let modules move as their tensors do while the context is open; autocast and scaling work."""
         make_autocast, make_scaler = autocast.__init__, GradScaler.__init__
         move_module = nn.Module.to
 

@@ -23,11 +23,11 @@ class DropoutMask(Rule):
     source = "torch aten/src/ATen/native/Dropout.cpp, is_fused_kernel_acceptable (checked: 2.13)"
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """`F.dropout` and `torch.dropout`."""
+        """Replacements of `F.dropout` and `torch.dropout`."""
         return {_DROPOUT: self._functional, torch.dropout: self._plain}
 
     def context(self) -> AbstractContextManager[object]:
-        """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
+        """Replace the name that `F.multi_head_attention_forward` calls, out of reach of function modes."""
         return replaced(F, "dropout", self._functional)
 
     def _functional(

@@ -31,7 +31,7 @@ class EmbeddingBackward(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is the backward of an embedding."""
         return func is aten.embedding_dense_backward.default
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ class ForeachNorm(Rule):
     source = "torch aten/src/ATen/native/cuda/ForeachReduceOp.cu (6430a5db), kChunkSize"
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op takes the norms of a list."""
         return func is aten._foreach_norm.Scalar
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

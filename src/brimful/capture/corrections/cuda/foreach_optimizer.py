@@ -28,7 +28,7 @@ class ForeachOptimizer(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Torch's list of devices names the CPU too while the context is open."""
+        """Let torch's list of devices name the CPU too while the context is open."""
         own = _foreach_utils._get_foreach_kernels_supported_devices()
         devices = [*own, "cpu"]
         modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]
@@ -39,7 +39,7 @@ class ForeachOptimizer(Rule):
             yield
 
     def watches_op(self, func: Any) -> bool:
-        """What they begin with for each list."""
+        """Whether an op is what optimizers begin with for each list."""
         return func is torch.ops.aten._foreach_sqrt.default
 
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:

@@ -32,7 +32,7 @@ class FusedLmHead(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The head takes this path while the context is open, if TRL is loaded and its head is that one."""
+        """Let the head take that path while the context is open, if TRL is loaded and has this head."""
         kernels: Any = sys.modules.get(_KERNELS)
         if not all(hasattr(kernels, name) for name in _CHECKED):
             yield
@@ -53,7 +53,7 @@ class FusedLmHead(Rule):
             yield
 
     def watches_op(self, func: Any) -> bool:
-        """None: the kernels are not ops of torch."""
+        """No op is watched: the kernels are not ops of torch."""
         return False
 
     def _folded(self, tile: Tensor, *_args: Any, **_options: Any) -> None:
@@ -62,11 +62,7 @@ class FusedLmHead(Rule):
 
 
 class _OnGrid:
-    """A Triton kernel, launched as ``kernel[grid](…)``.
-
-    Args:
-        launch: Called with its arguments.
-    """
+    """A Triton kernel, launched as ``kernel[grid](…)``, which calls `launch` with its arguments."""
 
     def __init__(self, launch: Callable[..., None]) -> None:
         self._launch = launch
@@ -76,7 +72,7 @@ class _OnGrid:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, of 16 bits added in float32 by cuBLAS."""
+    """Add `left @ right` to `total`; operands of 16 bits are added in float32 by cuBLAS."""
     if left.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

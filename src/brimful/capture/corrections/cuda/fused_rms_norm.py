@@ -35,12 +35,12 @@ class FusedRmsNorm(Rule):
     )
 
     def applies(self) -> bool:
-        """On CUDA, with a torch that knows the shapes of both ops."""
+        """Whether the target is CUDA, and torch knows the shapes of both ops."""
         return super().applies() and all(op in decomposition_table for op in _OPS)
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The kernels are registered while the context is open."""
+        """Register the kernels while the context is open."""
         library = torch.library.Library("aten", "IMPL")
         try:
             for op in _OPS:
@@ -50,9 +50,9 @@ class FusedRmsNorm(Rule):
             library._destroy()
 
     def watches_op(self, func: Any) -> bool:
-        """The forward."""
+        """Whether an op is the forward."""
         return func is _OPS[0]
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Count it."""
+        """Count the forward."""
         self.count(0)

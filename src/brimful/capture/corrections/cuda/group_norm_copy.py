@@ -29,7 +29,7 @@ class GroupNormCopy(Rule):
     )
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """That of `nn.GroupNorm`, and the one it calls."""
+        """Replacements of the function of `nn.GroupNorm`, and of the one it calls."""
         return {
             function: partial(self._of_contiguous, function) for function in (F.group_norm, torch.group_norm)
         }

@@ -24,14 +24,15 @@ _WANT_CONTIGUOUS = frozenset(
         aten._fused_rms_norm_backward.default,
     }
 )
-"""Source: torch aten/src/ATen/native/cuda/SoftMax.cu and layer_norm_kernel.cu, `.contiguous()` on entry."""
+"""Ops that want contiguous operands. Source: torch aten/src/ATen/native/cuda/SoftMax.cu and
+layer_norm_kernel.cu, `.contiguous()` on entry."""
 _MATMULS = {
     aten.mm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.bmm.default: (0, 1),
     aten.baddbmm.default: (1, 2),
 }
-"""Where the two matrices stand among the arguments."""
+"""Positions of the two matrices among the arguments."""
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 _LAST_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -50,7 +51,7 @@ class HiddenCopies(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op may copy its operands."""
         return func in _WANT_CONTIGUOUS or func in _MATMULS or func in _CONVOLUTIONS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -60,7 +61,7 @@ class HiddenCopies(Rule):
 
 
 def _copies(func: Any, args: tuple[Any, ...]) -> list[int]:
-    """Bytes of each copy."""
+    """Bytes of each copy that an op makes of an operand."""
     if func in _WANT_CONTIGUOUS:
         return [t.nbytes for t in args if isinstance(t, Tensor) and not t.is_contiguous()]
     if func in _MATMULS:
@@ -73,7 +74,7 @@ def _copies(func: Any, args: tuple[Any, ...]) -> list[int]:
 
 
 def _layout_copies(operands: Iterable[Tensor], of_layout: Iterable[Tensor]) -> list[int]:
-    """Copies of operands that are not channels-last although input or weight is, or the other way round."""
+    """Bytes of copies of operands that do not lie in the layout, channels-last if one in `of_layout` is."""
     tensors = list(operands)
     layout = _LAST_LAYOUTS.get(tensors[0].dim())
     if layout is None:
@@ -84,7 +85,7 @@ def _layout_copies(operands: Iterable[Tensor], of_layout: Iterable[Tensor]) -> l
 
 
 def _is_row_or_column_major(matrix: Tensor) -> bool:
-    """Of the last two dimensions, one has stride 1 and the other one at least the first's size."""
+    """Whether one of the last two dimensions has stride 1 and the other one at least the first's size."""
     rows, columns = matrix.shape[-2:]
     row_stride, column_stride = matrix.stride()[-2:]
     return (column_stride == 1 and row_stride >= max(1, columns)) or (

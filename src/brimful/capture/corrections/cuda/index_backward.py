@@ -42,7 +42,7 @@ class IndexBackward(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op writes to indices."""
         return func in _ACCUMULATES
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -48,7 +48,7 @@ class NormParts(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is of a norm that may take partial sums."""
         return func in _NORMS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -27,12 +27,12 @@ class PackedSequences(Rule):
     source = "torch aten/src/ATen/native/PackedSequence.cpp (about 2.0)"
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-        """What `torch.nn.utils.rnn` calls."""
+        """Replacements of what `torch.nn.utils.rnn` calls."""
         return {torch._pack_padded_sequence: self._pack, torch._pad_packed_sequence: self._pad}
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Asks this recorder for values while it is open."""
+        """A context that changes nothing."""
         yield
 
     def _pack(self, inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class PackedSequences(Rule):
 
 
 class _Pack(torch.autograd.Function):
-    """(B, T, ...) → (S, ...)."""
+    """Packs (B, T, ...) to (S, ...)."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, steps: int) -> Tensor:
@@ -84,7 +84,7 @@ class _Pack(torch.autograd.Function):
 
 
 class _Pad(torch.autograd.Function):
-    """(S, ...) → (T, B, ...)."""
+    """Pads (S, ...) to (T, B, ...)."""
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, longest: int, samples: int, value: float) -> Tensor:

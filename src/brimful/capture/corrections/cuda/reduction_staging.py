@@ -37,7 +37,7 @@ class ReductionStaging(Rule):
     source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13); as an H100 does"
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is a reduction that adds up in float32."""
         return func in _DIMS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

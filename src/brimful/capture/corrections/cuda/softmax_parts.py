@@ -27,7 +27,7 @@ class SoftmaxParts(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op is a softmax that takes tensors inside."""
         return func in (aten._softmax_backward_data.default, aten._safe_softmax.default)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

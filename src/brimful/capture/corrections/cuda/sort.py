@@ -40,7 +40,7 @@ class Sort(Rule):
     )
 
     def watches_op(self, func: Any) -> bool:
-        """Those it knows something of."""
+        """Whether an op sorts."""
         return func in _SORTS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -8,6 +8,6 @@ import torch
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor number."""
+    """Major and minor number of torch's version."""
     major, minor = re.findall(r"\d+", torch.__version__)[:2]
     return int(major), int(minor)
