@@ -190,18 +190,23 @@ class Saves:
             written = self._all_do(lambda: self._write_own(partial, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
             self._all_do(lambda: self._finish(partial, path, copies, files))
+        except UsageError:
+            self._discard(partial)
+            raise
         except Exception as error:
-            if self._ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, UsageError):
-                raise
+            room = f"{_needed(copies)}{_free(self._directory)}"
+            self._discard(partial)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
-                f"  {_needed(copies)}{_free(self._directory)}\n"
+                f"  {room}\n"
                 f"  {self._before()}"
             ) from None
         self._is_checked = True
         return copies.step
+
+    def _discard(self, partial: Path) -> None:
+        if self._ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _before(self) -> str:
         if self.saved_step is None:
