@@ -159,7 +159,10 @@ class Saves:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again
         writing, self._writing = self._writing, None
-        self.saved_step = writing.result()
+        try:
+            self.saved_step = writing.result()
+        finally:
+            del writing  # it holds the error, which holds this frame and, below it, copies of all weights
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
