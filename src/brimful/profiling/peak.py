@@ -49,7 +49,7 @@ def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
 
 @contextmanager
 def peak_from_creation(
-    device: torch.device, *, batches: list[Batch]
+    device: torch.device, *, held: list[Batch]
 ) -> Iterator[tuple[PeakMemory, Callable[[], None]]]:
     """Measure the peak memory of steps of a model that is made inside the context.
 
@@ -58,7 +58,8 @@ def peak_from_creation(
 
     Args:
         device: Where the steps run: a CPU or a CUDA device.
-        batches: Filled in by then with the batches that the steps are on.
+        held: Filled in by then with what the steps hold and the allocator need not have made inside: their
+            batch, and weights that may be mapped from a file.
 
     Yields:
         What was measured, once the context has ended without an error; and a function to be called before the
@@ -72,7 +73,7 @@ def peak_from_creation(
     else:
         with record_cpu_memory() as cpu:
             yield peak, cpu.count_from_here
-        found = _peak_of_cpu(cpu, {}, batches)
+        found = _peak_of_cpu(cpu, {}, held)
     _fill(peak, found)
 
 
