@@ -62,16 +62,17 @@ def measure_step(
     set_up_allocator(settings, device)
     with one_at_a_time(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        batches: list[Batch] = []
-        with peak_from_creation(device, batches=batches) as (peak, count_from_here):
+        held: list[Batch] = []
+        with peak_from_creation(device, held=held) as (peak, count_from_here):
             model = build_model(job, is_copied=True).to(device).train()
             layout = apply_memory_format(model, settings)
             optimizer = make_optimizer(job, model, settings)
             layout.follow(optimizer)
             executor = StepExecutor(job, settings, model, optimizer, device=device)
             applied = apply_units(model, settings)
-            batches.append(make_batch(job, settings.rank_batch_size))
-            run = repeated_step(executor, batches[0])
+            batch = make_batch(job, settings.rank_batch_size)
+            held += [batch, [*model.parameters(), *model.buffers()]]
+            run = repeated_step(executor, batch)
             loss = float(run().loss)
             for _ in range(_WARM_STEPS - 1):
                 run()

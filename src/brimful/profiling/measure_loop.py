@@ -53,7 +53,7 @@ class _Runs:
     def measured_memory(self) -> PeakMemory:
         """The peak memory from the beginning of the first step after the warm-up."""
         batch = self._batch()
-        with peak_from_creation(self._device, batches=[batch]) as (peak, count_from_here):
+        with peak_from_creation(self._device, held=[batch]) as (peak, count_from_here):
             self._run(batch, _WARM_STEPS + 1, count_from_here)
         return peak
 

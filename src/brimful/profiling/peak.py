@@ -49,7 +49,7 @@ def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
 
 @contextmanager
 def peak_from_creation(
-    device: torch.device, *, batches: list[Batch]
+    device: torch.device, *, held: list[Batch]
 ) -> Iterator[tuple[PeakMemory, Callable[[], None]]]:
     """Measure the peak memory of steps of a model that is created inside the context.
 
@@ -59,6 +59,10 @@ def peak_from_creation(
 
     On a CPU a profiler sees everything that a step frees. `peak_memory` does not: it misses a block of an
     earlier step, such as a weight that each forward computes again, if its address is used again.
+
+    Yields the peak, filled in once the context has ended without an error, and a function to call before the
+    steps, from which on the peak counts. `held` is filled inside with what the steps hold and the allocator need
+    not have made there: their batch, and weights that may be mapped from a file.
     """
     peak = PeakMemory()
     if device.type == "cuda":
@@ -68,7 +72,7 @@ def peak_from_creation(
     else:
         with record_cpu_memory() as cpu:
             yield peak, cpu.count_from_here
-        found = _peak_of_cpu(cpu, {}, batches)
+        found = _peak_of_cpu(cpu, {}, held)
     _fill(peak, found)
 
 

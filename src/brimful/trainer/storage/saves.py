@@ -149,7 +149,10 @@ class Saves:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again
         writing, self._writing = self._writing, None
-        self.saved_step = writing.result()
+        try:
+            self.saved_step = writing.result()
+        finally:
+            del writing  # it holds the error, which holds this frame and, below it, copies of all weights
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
@@ -180,18 +183,23 @@ class Saves:
             written = self._all_do(lambda: self._write_own(partial, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
             self._all_do(lambda: self._finish(partial, path, copies, files))
+        except UsageError:
+            self._discard(partial)
+            raise
         except Exception as error:
-            if self._ranks.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, UsageError):
-                raise
+            room = f"{_needed(copies)}{_free(self._directory)}"
+            self._discard(partial)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
-                f"  {_needed(copies)}{_free(self._directory)}\n"
+                f"  {room}\n"
                 f"  {self._before()}"
             ) from None
         self._is_checked = True
         return copies.step
+
+    def _discard(self, partial: Path) -> None:
+        if self._ranks.is_first:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _before(self) -> str:
         if self.saved_step is None:
