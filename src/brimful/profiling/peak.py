@@ -54,15 +54,11 @@ def peak_from_creation(
     """Measure the peak memory of steps of a model that is created inside the context.
 
     Yields the peak, which is filled in when the context ends without an error, and a function to call before
-    the steps, from which on the peak counts. The caller fills `batches` with the batches of the steps before
-    the context ends.
+    the steps, from which on the peak counts. The caller fills `held`, before the context ends, with what the
+    steps hold and the allocator need not have made inside: their batch, and weights mapped from a file.
 
     On a CPU a profiler sees everything that a step frees. `peak_memory` does not: it misses a block of an
     earlier step, such as a weight that each forward computes again, if its address is used again.
-
-    Yields the peak, filled in once the context has ended without an error, and a function to call before the
-    steps, from which on the peak counts. `held` is filled inside with what the steps hold and the allocator need
-    not have made there: their batch, and weights that may be mapped from a file.
     """
     peak = PeakMemory()
     if device.type == "cuda":
