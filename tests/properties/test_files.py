@@ -41,12 +41,7 @@ from brimful.results import (
     ValidationRecord,
 )
 from brimful.results.sample_size import SampleSize
-from brimful.results.self_correction import (
-    BetterSettings,
-    JobCalibration,
-    MeasuredChange,
-    SelfCorrection,
-)
+from brimful.results.self_correction import JobCalibration, SelfCorrection
 from brimful.settings import (
     Action,
     ChunkedLoss,
@@ -210,7 +205,7 @@ def records(record: type) -> st.SearchStrategy[Any]:
 WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, SampleSize, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
-    *(SelfCorrection, BetterSettings, MeasuredChange, JobCalibration),
+    *(SelfCorrection, JobCalibration),
     *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),
     *(Calibration, Dispatch, RateCurve, KeptContext),
 )

@@ -101,7 +101,16 @@ def plan_of_trainer(
 ) -> Plan:
     """Plan as `plan` does, for a trainer that divides its batches and weighs their losses itself.
 
-    `check` raises if the trainer may not divide its batches as the settings of the plan say.
+    Args:
+        job: As for `plan`.
+        device: As for `plan`.
+        check: Raises if the trainer may not divide its batches as the settings of the plan say.
+        global_batch_size: As for `plan`.
+        world_size: As for `plan`.
+        **options: The fields of `PlanOptions`.
+
+    Returns:
+        The plan.
     """
     asked = PlanOptions.of(options)
     return _planned(job, device, asked, global_batch_size, world_size, 1, None, check)

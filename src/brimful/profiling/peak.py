@@ -64,11 +64,11 @@ def peak_from_creation(
     if device.type == "cuda":
         with record_cuda_memory(device) as cuda:
             yield peak, cuda.count_from_here
-        found = _peak_of_cuda(cuda)
+        found = peak_of_cuda(cuda)
     else:
         with record_cpu_memory() as cpu:
             yield peak, cpu.count_from_here
-        found = _peak_of_cpu(cpu, {}, held)
+        found = peak_of_cpu(cpu, {}, held)
     _fill(peak, found)
 
 
@@ -106,12 +106,12 @@ def peak_memory(
     if device.type == "cuda":
         with record_cuda_memory(device) as cuda:
             yield peak
-        found = _peak_of_cuda(cuda)
+        found = peak_of_cuda(cuda)
     elif device.type == "cpu":
         residents = resident_storages(model, optimizer)
         with record_cpu_memory() as cpu:
             yield peak
-        found = _peak_of_cpu(cpu, residents, batch, held_besides=held_besides)
+        found = peak_of_cpu(cpu, residents, batch, held_besides=held_besides)
     else:
         raise UsageError(f"memory is measured on a CPU or a CUDA device, not on {device.type!r}.")
     _fill(peak, found)
@@ -122,7 +122,7 @@ def _fill(peak: PeakMemory, found: PeakMemory) -> None:
         setattr(peak, field.name, getattr(found, field.name))
 
 
-def _peak_of_cpu(
+def peak_of_cpu(
     cpu: CpuPeak, residents: Mapping[int, int], batch: Batch, *, held_besides: Iterable[Tensor] = ()
 ) -> PeakMemory:
     """Memory held at a recorded peak.
@@ -139,7 +139,7 @@ def _peak_of_cpu(
     )
 
 
-def _peak_of_cuda(cuda: CudaPeak) -> PeakMemory:
+def peak_of_cuda(cuda: CudaPeak) -> PeakMemory:
     """Counters of the allocator and the driver at a recorded peak."""
     return PeakMemory(
         allocated_bytes=cuda.allocated_bytes,

@@ -54,7 +54,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     while no memory is taken for weights. If the function returns modules that it did not build, such as a model
     that is trained now, what it returns is copied too. `known` keeps the values of the buffers.
 
-    Raises `UsageError` if `job.model` is no module and does not return one, and `CaptureError` if the model
+    Raises `UsageError` if `job.model` is not a module and does not return one, and `CaptureError` if the model
     cannot be built without its weights.
     """
     if isinstance(job.model, nn.Module):
