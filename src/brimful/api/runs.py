@@ -28,6 +28,7 @@ from brimful.planner import (
     settings_of,
 )
 from brimful.profiling import (
+    check_labels,
     check_may_split,
     check_split,
     measure_step,
@@ -125,6 +126,7 @@ def apply(
         max_gradient_norm=max_gradient_norm,
         check=partial(check_split, job, model) if verify else None,
         check_split=partial(check_may_split, job, model, permits_layers=permits_layers),
+        check_labels=partial(check_labels, job) if verify else None,
         recover=recover,
         planned=plan.sample_sizes if isinstance(plan, Plan) else (),
     )

@@ -19,7 +19,7 @@ from brimful.batches import layout_of
 from brimful.errors import BrimfulError, PartialUpdateError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.in_force import put_in_force
-from brimful.execution.label_watch import LabelWatch
+from brimful.execution.label_watch import LabelWatch, Refuse
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
@@ -91,6 +91,7 @@ class PlannedStep:
         max_gradient_norm: Clip gradients to this norm; None does not clip.
         check: Called with the first global batch before it is trained on.
         check_split: Called before a batch, or micro-batches, are divided because memory ran out.
+        check_labels: Called with the first batch that has ignored labels.
         recover: Whether a step in which memory runs out is retried.
         planned: Sizes of the samples of the batch that was planned for; the first larger one gives a warning.
     """
@@ -105,6 +106,7 @@ class PlannedStep:
         max_gradient_norm: float | None = None,
         check: CheckBatch | None = None,
         check_split: CheckSplit | None = None,
+        check_labels: Refuse | None = None,
         recover: bool = True,
         planned: Sequence[SampleSize] = (),
     ) -> None:
@@ -130,7 +132,8 @@ class PlannedStep:
         )
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
-        self._lengths, self._labels = LengthWatch(planned, self._layout), LabelWatch.of_job(job, self._layout)
+        self._lengths = LengthWatch(planned, self._layout)
+        self._labels = LabelWatch.of_job(job, self._layout, check_labels)
         self._check = check
         self._is_checked = False
         self._check_split = check_split

@@ -26,6 +26,7 @@ from brimful.profiling.rates import Progress
 from brimful.profiling.splitting import (
     LayerSplitWarning,
     SplitWarning,
+    check_labels,
     check_may_split,
     check_planned_split,
     check_split,
@@ -43,6 +44,7 @@ __all__ = [
     "cache_path",
     "calibrate_cpu",
     "calibrate_gpu",
+    "check_labels",
     "check_may_split",
     "check_planned_split",
     "check_split",

@@ -224,6 +224,20 @@ def terms_of_loss(job: Job, samples: int, *, weighs_labels: bool = False) -> Com
     return Comparison(name="splitting", evidence="; ".join(found)) if found else None
 
 
+def check_labels(job: Job, batch: Batch, found: str, way_out: str) -> None:
+    """Raise `EquivalenceError` if the loss of a global batch is a mean over labels that are not ignored.
+
+    `found` names the ignored labels, for the message, and `way_out` ends it.
+    """
+    samples = layout_of(job, whole=1).count(batch)
+    terms = terms_of_loss(replace(job, batch=batch), samples)
+    if terms is not None:
+        raise EquivalenceError(
+            f"{job.name}: the loss is {terms.evidence}, and {found}. Micro-batches weigh by their samples, "
+            f"which is not the training of the whole batch. {way_out}"
+        )
+
+
 def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs_labels: bool = False) -> bool:
     """Check, before training, whether the batch that a plan splits has the loss of its parts.
 

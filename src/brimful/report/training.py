@@ -30,14 +30,16 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
 
 
 def summary_report(result: TrainingResult) -> Report:
-    """Steps, losses, and predicted beside measured: what `print(result)` shows."""
+    """Steps, losses, predicted beside measured, and notes: what `print(result)` shows."""
     losses = f", loss {result.losses[0]:.4g} to {result.losses[-1]:.4g}" if result.losses else ""
     return Report(
-        heading=f"{len(result.steps)} steps{losses}",
+        heading=f"{len(result.steps)} steps{_ended(result)}{losses}",
         parts=(
             *gauges(result, result.budget_bytes),
             predicted_beside_measured(result),
             *_not_measured(result),
+            *(Row("note", note) for note in result.notes),
+            *((Row("run directory", _run_directory(result)),) if _is_unfinished(result) else ()),
         ),
         label_cells=_LABEL_CELLS,
     )
@@ -73,8 +75,7 @@ def sparkline(values: Sequence[float], low: float, high: float, cells: int = _SP
 
 def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
     steps = len(result.steps)
-    ended = "" if result.stopped_because is StopReason.FINISHED else f", {result.stopped_because}"
-    yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{ended}"
+    yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{_ended(result)}"
     yield f"  settings            {result.settings.describe()}"
     if result.certificate is not None:
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
@@ -90,9 +91,23 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _curves(result, plain)
     yield from _validation(result, plain)
     if result.run_dir is not None:
-        is_unfinished = result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
-        how = "; resume it with resume=True (--resume)" if is_unfinished else ""
-        yield f"  run directory       {result.run_dir}{how}"
+        yield f"  run directory       {_run_directory(result)}"
+
+
+def _ended(result: TrainingResult) -> str:
+    return "" if result.stopped_because is StopReason.FINISHED else f", {result.stopped_because}"
+
+
+def _is_unfinished(result: TrainingResult) -> bool:
+    return result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
+
+
+def _run_directory(result: TrainingResult) -> str:
+    """Where the run is, and how it goes on if it was stopped."""
+    if result.run_dir is None:
+        return "none: nothing is saved, and the run cannot be resumed"
+    how = "; resume it with resume=True (--resume)" if _is_unfinished(result) else ""
+    return f"{result.run_dir}{how}"
 
 
 def _not_measured(result: TrainingResult) -> Iterator[Row]:

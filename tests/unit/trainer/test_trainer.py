@@ -103,7 +103,7 @@ def test_a_loss_over_uneven_counts_has_the_gradient_of_the_whole_batch(job_with,
     parts, many = trained(job, 8)
     torch.testing.assert_close(parts.model.weight, whole.model.weight)
     assert many.losses == pytest.approx(one.losses, rel=1e-6)
-    naive, _ = trained(replace(job, count=None), 8)
+    naive, _ = trained(replace(job, count=None), 8, verify=False)
     assert not torch.allclose(naive.model.weight, whole.model.weight)
 
 
@@ -790,3 +790,19 @@ def test_what_may_have_made_losses_differ_is_named(job_with, trained, changes, r
     told = [line.strip() for line in said[place + 1 : place + 3] if line.startswith(22 * " ")]
     assert [any(line.startswith(reason) for line in told) for reason in reasons] == [True] * len(reasons)
     assert len(told) == len(reasons)
+
+
+def test_ignored_labels_that_the_data_alone_has_are_refused_unless_they_are_counted(job_with, trained, samples):
+    labels = samples["y"].clone()
+    labels[20:30] = -100  # the first batch of 16 has none, the second has
+    batches = [{"x": samples["x"][begin : begin + 16], "y": labels[begin : begin + 16]} for begin in (0, 16)]
+    job = job_with(model=lambda: nn.Linear(8, 3), data=lambda: Data(train=batches))
+    with pytest.raises(EquivalenceError) as caught:
+        trained(job, 8, 2, epochs=1)
+    assert "the loss is a mean over labels other than -100" in str(caught.value)
+    assert 'Pass Job(count=lambda batch: (batch["y"] != -100).sum()).' in str(caught.value)
+    _, counted = trained(replace(job, count=lambda batch: (batch["y"] != -100).sum()), 8, 2, epochs=1)
+    _, whole = trained(job, 16, epochs=1)
+    assert counted.losses == pytest.approx(whole.losses, rel=1e-5)
+    _, unchecked = trained(job, 8, 2, epochs=1, verify=False)
+    assert any("labels of -100, 0 to 1 in a sample" in note for note in unchecked.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from brimful.batches import layout_of
 from brimful.display import write_from_signal
@@ -13,6 +14,7 @@ from brimful.execution.length_watch import LengthWatch
 from brimful.execution.precision import matmul_precision
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch
+from brimful.profiling import check_labels
 from brimful.report.data_loading import feeding_lines
 from brimful.results import StepRecord, StopReason, TrainingResult
 from brimful.trainer.checkpointer import Checkpointer
@@ -59,7 +61,8 @@ class Run:
         )
         layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
-        self._labels = LabelWatch.of_job(run.config.job, layout)
+        refuse = partial(check_labels, run.config.job) if run.config.options.verify else None
+        self._labels = LabelWatch.of_job(run.config.job, layout, refuse)
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
             run.config,
@@ -243,9 +246,8 @@ class Run:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         self._stop.handle(number)
-        write_from_signal(
-            f"\n{number.name}: ending after this step; the weights are saved. Once more to stop at once.\n"
-        )
+        saved = "" if self._config.run_dir is None else "; the weights are saved"
+        write_from_signal(f"\n{number.name}: ending after this step{saved}. Once more to stop at once.\n")
 
 
 def _data_loading_notes(run: RunContext, steps: Sequence[StepRecord]) -> list[str]:
