@@ -28,6 +28,7 @@ from msgspec import Meta
 from brimful.errors import CallError, UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Record = TypeVar("Record")
 Check = Callable[[Any], Any]
 """A function that returns the value as its hint says, or raises `_MisfitError`."""
 
@@ -56,6 +57,25 @@ def checks_arguments(function: Function, names: Mapping[str, Any] = MappingProxy
         return function
     checked: Function = _checked(function, function, names)
     return checked
+
+
+def checks_call(record: type[Record]) -> type[Record]:
+    """Raise CallError, with the nearest name, if a record is made of other fields than it has; a decorator."""
+    make, signature = record.__init__, inspect.signature(record)
+
+    @functools.wraps(make)
+    def made(self: Record, *args: Any, **given: Any) -> None:
+        try:
+            make(self, *args, **given)
+        except TypeError as error:
+            try:
+                signature.bind(*args, **given)
+            except TypeError as misfit:
+                raise _call_error(f"brimful.{record.__name__}", signature, given, misfit) from None
+            raise error
+
+    record.__init__ = made  # type: ignore[assignment]
+    return record
 
 
 def check_fields(record: Any, *, shown: str = "{}") -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from brimful.arguments import check_fields
+from brimful.arguments import check_fields, checks_call
 from brimful.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Samples(Protocol):
         """
 
 
+@checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The samples for training and for validation.
@@ -91,6 +92,7 @@ _FUNCTIONS = {
 """Fields of a job that are functions, and how they are called."""
 
 
+@checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One training job: a model, its loss, a batch and an optimizer.

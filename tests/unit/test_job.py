@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import brimful as bf
-from brimful.errors import BatchError, BrimfulError, InfeasibleError, LossError, UnknownNameError, UsageError
+from brimful.errors import (
+    BatchError,
+    BrimfulError,
+    CallError,
+    InfeasibleError,
+    LossError,
+    UnknownNameError,
+    UsageError,
+)
 
 # B batch, D width
 
@@ -258,3 +266,23 @@ def test_errors_can_be_sent_to_other_processes(error: BrimfulError) -> None:
     """Their `__init__` takes other arguments than the message."""
     found = pickle.loads(pickle.dumps(error))
     assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: bf.Job(loss_fn=None), r"Job\(\) has no option 'loss_fn'; did you mean loss\?"),
+        (lambda: bf.Job(nn.Linear(1, 1)), r"Job\(\): too many positional arguments\. It takes \(model=…"),
+        (lambda: bf.Job(model=nn.Linear(1, 1)), r"Job\(\): missing a required argument: 'loss'"),
+        (lambda: bf.Data(trian=None), r"Data\(\) has no option 'trian'; did you mean train\?"),
+        (
+            lambda: bf.Settings(micro_batch=1),
+            r"Settings\(\) has no option 'micro_batch'; did you mean micro_batch_size",
+        ),
+    ],
+)
+def test_other_fields_than_a_record_has_are_refused_with_the_nearest(
+    make: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(CallError, match=message):
+        make()

@@ -27,14 +27,14 @@ from brimful.capture.corrections import Rule
 from brimful.capture.recording.lines import calling_line
 from brimful.capture.values.known import NotKnownError
 from brimful.execution.label_watch import IGNORED_LABEL
+from brimful.results.equivalence import OVER_LABELS
 from brimful.trace import Category, Phase
 
 aten = torch.ops.aten
 
 _MEAN = 1
 """The mean among ATen's reductions (Reduction.h)."""
-_OVER_LABELS = "a mean over labels other than"
-MEAN_OVER_LABELS = f"{_OVER_LABELS} {IGNORED_LABEL}"
+MEAN_OVER_LABELS = f"{OVER_LABELS} {IGNORED_LABEL}"
 """Description of a loss whose mean is over all labels but those ignored by default."""
 _OF_SHAPES = frozenset(
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
@@ -154,7 +154,7 @@ class LossTerms(Rule):
         if weight is not None:
             self._find("a mean over labels by the weight of their class", loss)
         if ignored != IGNORED_LABEL or self._are_uneven(labels, ignored):
-            self._find(f"{_OVER_LABELS} {ignored}", loss)
+            self._find(f"{OVER_LABELS} {ignored}", loss)
 
     def _are_uneven(self, labels: Tensor, ignored: int) -> bool:
         """Whether the labels of some samples are ignored more often than those of others.

@@ -132,6 +132,8 @@ class Prepared:
         Raises:
             BatchError: The batch cannot be divided, or there is nothing that counts.
         """
+        if count is not None and not callable(count):
+            raise UsageError(f"count is {count!r}; it must be a function of the batch, or None.")
         self._has_divided = True
         layout = self._layout
         if self.settings.gradient_accumulation_steps > 1 and (reason := layout.why_whole(batch)) is not None:

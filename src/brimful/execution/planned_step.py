@@ -127,6 +127,11 @@ class PlannedStep:
                 stacklevel=5,
             )
         device = device_of(model)
+        if device.type == "meta":
+            raise UsageError(
+                f"{job.name}: the parameters of the model are on the meta device, which holds no values. Give "
+                "them some first: model.to_empty(device=…), then model.load_state_dict(…)."
+            )
         self._executor = StepExecutor(
             job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
         )

@@ -60,7 +60,9 @@ class Division:
             yield
         except EquivalenceError as error:
             found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
-            found = found.replace(SPLITTING_WAY_OUT, _NO_MEAN).replace(NOT_PLANNED, "Nothing was planned.")
+            for of_jobs in (SPLITTING_WAY_OUT, LABELS_WAY_OUT):
+                found = found.replace(of_jobs, _NO_MEAN)
+            found = found.replace(NOT_PLANNED, "Nothing was planned.")
             way_out = f"To keep the {self.whose}'s batches whole, pass micro_batch_size={self.whole} to plan()."
             raise EquivalenceError(f"{found} {way_out}") from None
 

@@ -23,6 +23,8 @@ def _holds(comparison: Comparison) -> bool | None:
     return None if comparison.why_not_compared else comparison.holds
 
 
+OVER_LABELS = "a mean over labels other than"
+"""How `Comparison.evidence` describes a loss that ignores some labels."""
 SPLITTING_WAY_OUT = (
     "The loss of the batch is not the mean of those of its parts. If it averages over something other than "
     "samples, such as unmasked tokens, pass their number: "
@@ -31,6 +33,12 @@ SPLITTING_WAY_OUT = (
     "set micro_batch_size to the global batch size."
 )
 """What a user of a `Job` does about a batch that may not be split."""
+LABELS_WAY_OUT = (
+    "The loss averages over the labels that it does not ignore: pass their number, as in "
+    'Job(count=lambda batch: (batch["labels"] != -100).sum()). Otherwise do not split: set micro_batch_size to '
+    "the global batch size."
+)
+"""What to do if it is known that the loss is a mean over labels."""
 
 
 @json_form(
@@ -103,7 +111,8 @@ class EquivalenceReport(PrintedResult):
         failed = [comparison.name for comparison in self.comparisons if not comparison.holds]
         ways = []
         if any(name.startswith("splitting") for name in failed):
-            ways.append(SPLITTING_WAY_OUT)
+            is_over_labels = any(OVER_LABELS in comparison.evidence for comparison in self.comparisons)
+            ways.append(LABELS_WAY_OUT if is_over_labels else SPLITTING_WAY_OUT)
         if any(not name.startswith(("splitting", "the memory format")) for name in failed):
             ways.append(
                 "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from brimful.arguments import check_fields
+from brimful.arguments import check_fields, checks_call
 from brimful.codec import ALWAYS_WRITTEN, PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import (
@@ -31,6 +31,7 @@ def _done(unit: UnitAction) -> str:
     return said.get(unit.action, "kept")
 
 
+@checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one optimizer step is carried out.

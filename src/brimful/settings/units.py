@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from brimful.arguments import check_fields
+from brimful.arguments import check_fields, checks_call
 from brimful.codec import PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import Action
@@ -87,6 +87,7 @@ _MOST_DIGITS = 9
 """Digits in the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
 
 
+@checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:
     """The action for one unit of a model."""
@@ -121,6 +122,7 @@ class UnitAction:
                 )
 
 
+@checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss:
     """A cross-entropy over many classes, computed for one chunk of the tokens at a time.

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 import brimful as bf
-from brimful.errors import EquivalenceError
+from brimful.errors import EquivalenceError, UsageError
 from brimful.profiling.splitting import compare_split_loss
 from helpers.faults import OutOfMemoryAt
 
@@ -363,3 +363,29 @@ def test_a_buffer_of_nan_that_stays_is_not_taken_for_a_state() -> None:
     job = replace(job_of(mean_loss), model=WithNaN)
     model = job.model()  # type: ignore[operator]
     bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(torch.rand(8, 8))  # without a warning
+
+
+def test_ignored_labels_of_the_data_are_refused_where_the_loss_is_known_to_ignore_them() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    batch = {"x": torch.randn(8, 8), "y": torch.arange(8)}
+    job = bf.Job(model=lambda: nn.Linear(8, 8), loss=loss, batch=batch, optimizer="sgd")
+    model = job.model()  # type: ignore[operator]
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    step(batch)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    later = {"x": batch["x"], "y": batch["y"].clone().index_fill_(0, torch.tensor([1]), -100)}
+    for _ in range(2):  # not only once
+        with pytest.raises(EquivalenceError, match=r'count=lambda batch: \(batch\["y"\] != -100\).sum'):
+            step(later)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_model_on_the_meta_device_is_refused() -> None:
+    job = bf.Job(
+        model=lambda: nn.Linear(8, 8), loss=lambda m, b: m(b).mean(), batch=torch.ones(8, 8), optimizer="sgd"
+    )
+    model = nn.Linear(8, 8, device="meta")
+    with pytest.raises(UsageError, match=r"meta device.*to_empty"):
+        bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
