@@ -103,7 +103,7 @@ def _is_unfinished(result: TrainingResult) -> bool:
 
 
 def _run_directory(result: TrainingResult) -> str:
-    """Where the run is, and how it goes on if it was stopped."""
+    """Where the run is, and how to continue it if it was stopped."""
     if result.run_dir is None:
         return "none: nothing is saved, and the run cannot be resumed"
     how = "; resume it with resume=True (--resume)" if _is_unfinished(result) else ""
