@@ -98,7 +98,8 @@ def apply(
             fused, until `step.remove()`.
         max_gradient_norm: Clip gradients to this norm; None does not clip.
         verify: If the plan splits batches, compare the loss of a few samples with that of their parts before
-            the first step: EquivalenceError if they differ, a warning if that cannot be checked. Recovery
+            the first step: EquivalenceError if they differ, a warning if that cannot be checked. A later batch
+            with labels of -100 raises it too, if the loss is known to average over the others. Recovery
             from running out of memory checks in any case before it divides a batch further.
         recover: When memory runs out, run the step again, then with smaller micro-batches; see
             `outcome.recoveries`. False raises the error.

@@ -1,4 +1,4 @@
-"""Warns of the first batch with ignored labels if micro-batches are weighted by their samples.
+"""Finds ignored labels in batches whose micro-batches weigh by their samples: warns, or refuses the batch.
 
 Private torch API used here: `torch._C._DisableTorchDispatch` (checked: 2.13).
 """

@@ -77,8 +77,8 @@ class PlannedStep:
       in a hook before the step. From then on it is a `PartialUpdateError`: load your last checkpoint.
     - So is an error with `optimizer_in_backward` or `offload_optimizer` once an update has begun, and one after
       a forward pass wrote for the first time to a parameter, or to a buffer that the first step left alone.
-    - Ctrl-C, and what handlers of SIGTERM and SIGALRM raise, is delayed while the optimizer updates: it is
-      raised when the step is complete.
+    - Ctrl-C, and what handlers of SIGTERM, SIGALRM and SIGCHLD raise, is delayed while the optimizer updates:
+      it is raised when the step is complete.
     - What the loss function keeps to itself, such as a counter, is not restored.
 
     Args:
@@ -91,7 +91,8 @@ class PlannedStep:
         max_gradient_norm: Clip gradients to this norm; None does not clip.
         check: Called with the first global batch before it is trained on.
         check_split: Called before a batch, or micro-batches, are divided because memory ran out.
-        check_labels: Called with the first batch that has ignored labels.
+        check_labels: Called with each batch that has ignored labels until it returns; not with several ranks,
+            where one alone would raise.
         recover: Whether a step in which memory runs out is retried.
         planned: Sizes of the samples of the batch that was planned for; the first larger one gives a warning.
     """
@@ -138,7 +139,8 @@ class PlannedStep:
         self._settings = settings
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._lengths = LengthWatch(planned, self._layout)
-        self._labels = LabelWatch.of_job(job, self._layout, check_labels)
+        refuse = None if _are_several_ranks() else check_labels  # each rank has a batch of its own
+        self._labels = LabelWatch.of_job(job, self._layout, refuse)
         self._check = check
         self._is_checked = False
         self._check_split = check_split
@@ -174,6 +176,7 @@ class PlannedStep:
 
         Raises:
             BatchError: The batch cannot be split.
+            EquivalenceError: Micro-batches of it are known not to train as the batch does.
             LossError: The loss is not a scalar tensor or has no gradient.
             OutOfMemoryError: Memory ran out, and no smaller micro-batch is left to try; all is as before.
             PartialUpdateError: An error was raised that could not be undone; see the class.

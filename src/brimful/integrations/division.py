@@ -13,7 +13,7 @@ from brimful.errors import EquivalenceError
 from brimful.job import Batch, Job
 from brimful.profiling import check_planned_split, check_split
 from brimful.profiling.splitting import NOT_PLANNED
-from brimful.results.equivalence import SPLITTING_WAY_OUT
+from brimful.results.equivalence import LABELS_WAY_OUT, SPLITTING_WAY_OUT
 from brimful.settings import Settings
 from brimful.trace import Trace
 

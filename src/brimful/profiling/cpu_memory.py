@@ -49,8 +49,8 @@ class CpuPeak:
     """Bytes, by address, of storages that ops were given and that were there before. Where ops were given only
     parts of a storage, the largest part counts."""
 
-    made: Set[int] = frozenset()
-    """Addresses at which the recorded code allocated."""
+    made: set[int] = field(default_factory=set)
+    """Addresses of blocks that the recorded code allocated and that are there at its end."""
 
     def count_from_here(self) -> None:
         """Look for the peak from here on; what was allocated before is held still."""
@@ -89,8 +89,9 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     events = sorted(_memory_events(roots), key=lambda event: event.time_ns)
     peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
     peak.temporaries_at_peak = _temporaries_at(events, position)
-    peak.made = {event.address for event in events}
-    peak.read_from_before = _read_from_before(roots, peak.made)
+    peak.read_from_before = _read_from_before(roots, {event.address for event in events})
+    for event in events:
+        (peak.made.add if event.size_bytes > 0 else peak.made.discard)(event.address)
 
 
 @contextmanager

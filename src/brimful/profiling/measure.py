@@ -71,13 +71,13 @@ def measure_step(
             executor = StepExecutor(job, settings, model, optimizer, device=device)
             applied = apply_units(model, settings)
             batch = make_batch(job, settings.rank_batch_size)
-            held += [batch, [*model.parameters(), *model.buffers()]]
             run = repeated_step(executor, batch)
             loss = float(run().loss)
             for _ in range(_WARM_STEPS - 1):
                 run()
             count_from_here()
             run()
+            held += [batch, [*model.parameters(), *model.buffers()]]
         waits = WaitsForCores()
         seconds = [_seconds(run, device) for _ in range(steps)]
         waited = waits.fraction()

@@ -128,7 +128,7 @@ def peak_of_cpu(
     """Memory held at a recorded peak.
 
     `residents` has the bytes of storages from before the recording, by address. The batch and the tensors
-    `held_besides` are from before, too, or were made by the recorded code.
+    `held_besides` are from before, too, or were made by the recorded code, whose peak then has them already.
     """
     besides = tensor_storages([batch, *held_besides])
     from_before = {address: besides[address] for address in besides.keys() - cpu.made}

@@ -234,7 +234,8 @@ def check_labels(job: Job, batch: Batch, found: str, way_out: str) -> None:
     if terms is not None:
         raise EquivalenceError(
             f"{job.name}: the loss is {terms.evidence}, and {found}. Micro-batches weigh by their samples, "
-            f"which is not the training of the whole batch. {way_out}"
+            f"which is not the training of the whole batch. {way_out} If the difference is meant, pass "
+            "verify=False."
         )
 
 

@@ -90,7 +90,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)
     yield from _validation(result, plain)
-    if result.run_dir is not None:
+    if result.run_dir is not None or _is_unfinished(result):
         yield f"  run directory       {_run_directory(result)}"
 
 

@@ -61,7 +61,10 @@ class Run:
         )
         layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
-        refuse = partial(check_labels, run.config.job) if run.config.options.verify else None
+        checks = (
+            run.config.options.verify and not run.state.parallel.is_sharded
+        )  # a shard's loss is not captured
+        refuse = partial(check_labels, run.config.job) if checks else None
         self._labels = LabelWatch.of_job(run.config.job, layout, refuse)
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(

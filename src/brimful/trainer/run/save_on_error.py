@@ -73,9 +73,11 @@ class SaveOnError:
         self._checkpointer.save()
         try:
             self._checkpointer.wait_for_save()
+            return
         except SaveError:
-            self._checkpointer.save()
-            self._checkpointer.wait_for_save()
+            pass  # its copies of all weights are freed before there are others
+        self._checkpointer.save()
+        self._checkpointer.wait_for_save()
 
     def _add_earlier_save(self, error: PartialUpdateError) -> None:
         """Add to an error from which save the run can be resumed; the model is not saved."""

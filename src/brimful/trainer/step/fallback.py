@@ -42,9 +42,9 @@ class MemoryFallback:
         smaller micro-batch with a larger prediction could lead back to them."""
 
     def __call__(self, settings: Settings) -> Settings:
-        """Find smaller settings: replan, else reshard after forward, else reduce the micro-batch.
+        """Find smaller settings: plan again, else reshard after forward, else reduce the micro-batch.
 
-        Replanning is for nine tenths of the predicted memory of `settings`, with which memory ran out, within
+        The plan is for nine tenths of the predicted memory of `settings`, with which memory ran out, within
         what the user pinned. The next smaller micro-batch is taken whether the micro-batch is pinned or not.
         Raises OutOfMemoryError if no way is left.
         """

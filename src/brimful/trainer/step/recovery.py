@@ -93,7 +93,7 @@ class OomRecovery:
             return with_retries(timed, recover, device, but=(NotFiniteStep,))
         except BaseException:
             if self._state.settings != before:
-                self.change_settings(lambda _settings: before)
+                self._change_settings(lambda _settings: before)
             raise
 
     def shrink_if_thrashing(self) -> None:
@@ -113,7 +113,7 @@ class OomRecovery:
             self._recover("allocator", RanOut(what), time.perf_counter(), shrinks=True)
         restore_random_state(random, device)
 
-    def change_settings(self, choose: Callable[[Settings], Settings]) -> None:
+    def _change_settings(self, choose: Callable[[Settings], Settings]) -> None:
         """Put other settings in force between two steps: their unit actions in place of those before.
 
         Parameters, optimizer, schedule, scaler, random numbers and data stay as they are. `choose` gets the
@@ -160,7 +160,7 @@ class OomRecovery:
             message = f"{message}; with {before.describe()} the step raised {ran_out.refused}"
         if shrinks:
             try:
-                self.change_settings(self._shrink)
+                self._change_settings(self._shrink)
             except OutOfMemoryError as error:
                 if not ran_out.refused:
                     raise

@@ -43,6 +43,7 @@ class SelfCorrecting:
         found = state.self_correction
         if found is not None and found.settings == plan.settings:
             return
+        state.self_correction = None  # of another plan
         self._measuring.add(record)
         if self._measuring.has_enough:
             self._compare(plan, record.step)

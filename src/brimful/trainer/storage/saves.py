@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, SaveError, UsageError
-from brimful.execution.out_of_memory import with_room
+from brimful.execution.out_of_memory import free_frames, with_room
 from brimful.execution.signals import HeldSignals
 from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.quantities import format_bytes
@@ -151,8 +151,11 @@ class Saves:
         writing, self._writing = self._writing, None
         try:
             self.saved_step = writing.result()
+        except (SaveError, UsageError) as error:
+            free_frames(error)  # they hold copies of all weights
+            raise
         finally:
-            del writing  # it holds the error, which holds this frame and, below it, copies of all weights
+            del writing  # it holds the error, which holds this frame
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
@@ -189,6 +192,7 @@ class Saves:
         except Exception as error:
             room = f"{_needed(copies)}{_free(self._directory)}"
             self._discard(partial)
+            free_frames(error)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {room}\n"

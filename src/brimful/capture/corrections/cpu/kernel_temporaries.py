@@ -102,7 +102,7 @@ def _safe_softmax(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _binary_cross_entropy_with_logits(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """Bytes of the logarithm of the sigmoid and what it keeps, and of a contiguous copy of the argument."""
+    """Bytes of the logarithm of the sigmoid and what it keeps; and of a copy, if it is not contiguous."""
     return (2 if args[0].is_contiguous() else 3) * args[0].nbytes
 
 
@@ -112,7 +112,7 @@ def _distances(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _real_from_complex(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
-    """Bytes of the transform along all dimensions but one, if several, and of its copy for the last one."""
+    """Bytes of the copy for the last dimension, and of the transform along the others, if there are any."""
     x, dims = args[:2]
     return 2 * x.nbytes if len(dims) > 1 else _transformed(args, outputs)
 
