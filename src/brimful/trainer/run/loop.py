@@ -63,7 +63,7 @@ class Run:
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
         checks = (
             run.config.options.verify and not run.state.parallel.is_sharded
-        )  # a shard's loss is not captured
+        )  # else the capture could meet shards
         refuse = partial(check_labels, run.config.job) if checks else None
         self._labels = LabelWatch.of_job(run.config.job, layout, refuse)
         self._epoch_length = EpochLengthCheck(run, self._logger)
