@@ -599,10 +599,14 @@ def ignored_later(
     batches = [job.batch(16) for _ in range(4)]
     if every:
         batches[2]["y"].flatten()[::every] = IGNORED
-    said = [each for each in train(job, batches) if str(IGNORED) in each]
+    is_refused = False
+    try:
+        said = [each for each in train(job, batches) if str(IGNORED) in each]
+    except bf.EquivalenceError as error:
+        said, is_refused = [str(error)], "Job(count=" in str(error)
     if len(said) != (0 if counts or not every else 1):
         raise WrongError(f"of ignored labels is said: {said}")
-    return Verdict.STATED if said else Verdict.RIGHT
+    return Verdict.REFUSED if is_refused else Verdict.STATED if said else Verdict.RIGHT
 
 
 IGNORED_LATER = {

@@ -87,9 +87,10 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     results: Any = profiler.kineto_results
     roots = results.experimental_event_tree()
     events = sorted(_memory_events(roots), key=lambda event: event.time_ns)
-    peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
+    since_ns = _counted_from_ns(roots)
+    peak.peak_bytes, position = _peak(events, since_ns)
     peak.temporaries_at_peak = _temporaries_at(events, position)
-    peak.read_from_before = _read_from_before(roots, {event.address for event in events})
+    peak.read_from_before = _read_from_before(roots, {event.address for event in events}, since_ns)
     for event in events:
         (peak.made.add if event.size_bytes > 0 else peak.made.discard)(event.address)
 
@@ -165,14 +166,14 @@ def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
         stack += [(child, ops) for child in event.children]
 
 
-def _read_from_before(roots: Iterable[Any], made: Set[int]) -> dict[int, int]:
-    """Bytes of storages on the CPU that ops were given, but for those at addresses where blocks were made."""
+def _read_from_before(roots: Iterable[Any], made: Set[int], since_ns: int) -> dict[int, int]:
+    """Bytes of storages on the CPU that ops were given since a moment, but for those at addresses in `made`."""
     read: dict[int, int] = {}
     stack = [*roots]
     while stack:
         event = stack.pop()
         stack += event.children
-        if event.tag != _EventType.TorchOp:
+        if event.tag != _EventType.TorchOp or event.start_time_ns < since_ns:
             continue
         for given in event.extra_fields.inputs:
             for tensor in given if isinstance(given, list) else (given,):

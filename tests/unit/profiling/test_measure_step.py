@@ -125,6 +125,13 @@ def test_predicted_is_measured_to_the_byte(job: Callable[[], Job], steps: int, r
     assert predicted.peak_allocated_bytes == measured.measured_peak_allocated_bytes
 
 
+def test_a_module_that_is_copied_does_not_count_beside_its_copy() -> None:
+    settings = Settings(micro_batch_size=SAMPLES)
+    made = measure_step(mlp_job(), settings, steps=1)
+    copied = measure_step(mlp_job(model=mlp()), settings, steps=1)
+    assert copied.measured_peak_allocated_bytes == made.measured_peak_allocated_bytes
+
+
 class Keeps(nn.Linear):
     """Reads what the forward before kept, and keeps something else in its place."""
 
