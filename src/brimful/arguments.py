@@ -271,16 +271,16 @@ def _any_of(hints: tuple[Any, ...]) -> Check:
     checks = [_check_of(hint) for hint in hints]
 
     def checked(value: Any) -> Any:
-        misfits = []
+        expected, of_value = [], None  # texts, as the errors would hold this frame and its callers in a cycle
         for check in checks:
             try:
                 return check(value)
             except _MisfitError as misfit:
-                misfits.append(misfit)
-        for each in misfits:
-            if each.is_value:  # of the right type
-                raise each
-        expected = [each.expected for each in misfits]
+                expected.append(misfit.expected)
+                if misfit.is_value and of_value is None:  # of the right type
+                    of_value = misfit.expected
+        if of_value is not None:
+            raise _MisfitError(of_value, is_value=True)
         raise _MisfitError(" or ".join(filter(None, [", ".join(expected[:-1]), expected[-1]])))
 
     return checked

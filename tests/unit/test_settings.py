@@ -1,5 +1,7 @@
 """Settings: names of ops, actions that contradict themselves, what a reader is told, JSON both ways."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -147,3 +149,19 @@ def test_a_memory_format_is_understood_by_its_names(named: Any, meant: MemoryFor
 def test_a_field_of_another_type_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Settings(**fields)
+
+
+def test_a_record_that_is_checked_leaves_its_callers_to_be_freed() -> None:
+    class Large:
+        """Stands for a model."""
+
+    def call() -> weakref.ref[Large]:
+        large = Large()
+        Settings(micro_batch_size=1)
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()

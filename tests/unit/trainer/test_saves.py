@@ -1,6 +1,7 @@
 """What is saved is whole or is not there, and a run that goes on from it is the run that was not
 interrupted."""
 
+import gc
 import json
 import shutil
 import signal
@@ -8,13 +9,14 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from brimful.errors import DataError, ResumeError, UsageError
+from brimful.errors import DataError, ResumeError, SaveError, UsageError
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Callback, Trainer
@@ -270,3 +272,23 @@ def test_a_signal_handler_that_raises_leaves_the_save_whole(
     whole, expected = trained(job_with(), epochs=2, run_dir=tmp_path / "whole")
     assert [step.loss for step in result.steps] == [step.loss for step in expected.steps]
     assert_same(resumed, whole)
+
+
+def test_the_error_of_a_failed_save_does_not_hold_the_copies_of_the_weights(
+    trained, job_with, tmp_path, monkeypatch
+):
+    held = []
+
+    def fails(_saves, _partial, _path, copies, _files):
+        held.append(weakref.ref(next(iter(copies.tensors.values()))))
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Saves, "_finish", fails)
+    gc.disable()
+    try:
+        with pytest.raises(SaveError, match="no space left on device"):
+            trained(job_with(), epochs=1, run_dir=tmp_path / "run")
+        assert [each() for each in held] == [None] * len(held)
+        assert held
+    finally:
+        gc.enable()

@@ -136,6 +136,7 @@ class Saves:
         with HeldSignals().held():  # an error would leave a thread that is neither started nor to be joined
             self._writing = thread.submit(self._write, copies)
             thread.shutdown(wait=False)
+        del copies  # else the error of the first save would hold them
         if is_first:
             self.wait()  # whether it can be read back must be known before hours of training
 
@@ -180,18 +181,18 @@ class Saves:
     def _write(self, copies: _Copies) -> int:
         """Write a save; return its step. What it raises is the same on every rank."""
         path = self._directory / name_of(copies.step)
-        partial = self._directory / f".{path.name}{PARTIAL}"
+        unfinished = self._directory / f".{path.name}{PARTIAL}"
         try:
-            self._all_do(lambda: self._begin(partial, copies))
-            written = self._all_do(lambda: self._write_own(partial, copies))
+            self._all_do(partial(self._begin, unfinished, copies))
+            written = self._all_do(partial(self._write_own, unfinished, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
-            self._all_do(lambda: self._finish(partial, path, copies, files))
+            self._all_do(partial(self._finish, unfinished, path, copies, files))
         except UsageError:
-            self._discard(partial)
+            self._discard(unfinished)
             raise
         except Exception as error:
             room = f"{_needed(copies)}{_free(self._directory)}"
-            self._discard(partial)
+            self._discard(unfinished)
             free_frames(error)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
