@@ -46,11 +46,8 @@ class CpuPeak:
     seen where a block from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     read_from_before: Mapping[int, int] = field(default_factory=dict)
-    """Bytes, by address, of storages that ops were given and that were there before. Where ops were given only
-    parts of a storage, the largest part counts."""
-
-    made: set[int] = field(default_factory=set)
-    """Addresses of blocks that the recorded code allocated and that are there at its end."""
+    """By address: bytes of storages that ops were given and that were there before. Of a storage of which ops
+    were given parts only, the largest part counts."""
 
     def count_from_here(self) -> None:
         """Look for the peak from here on; what was allocated before is held still."""
@@ -87,17 +84,14 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     results: Any = profiler.kineto_results
     roots = results.experimental_event_tree()
     events = sorted(_memory_events(roots), key=lambda event: event.time_ns)
-    since_ns = _counted_from_ns(roots)
-    peak.peak_bytes, position = _peak(events, since_ns)
+    peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
     peak.temporaries_at_peak = _temporaries_at(events, position)
-    peak.read_from_before = _read_from_before(roots, {event.address for event in events}, since_ns)
-    for event in events:
-        (peak.made.add if event.size_bytes > 0 else peak.made.discard)(event.address)
+    peak.read_from_before = _read_from_before(roots, {event.address for event in events})
 
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Silence the profiler's log, unless the user has asked for it."""
+    """Within, the profiler logs nothing, unless the user has asked for its log."""
     is_ours = "KINETO_LOG_LEVEL" not in os.environ
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     try:
@@ -109,7 +103,7 @@ def _quiet_profiler() -> Iterator[None]:
 
 @contextmanager
 def _all_threads_counted() -> Iterator[None]:
-    """Make the allocator count what any thread allocates and releases, not the profiled one alone."""
+    """Within, the allocator counts what any thread allocates and releases, not the profiled one alone."""
     flag = _count_flag()
     if flag is None:
         yield
@@ -166,14 +160,14 @@ def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
         stack += [(child, ops) for child in event.children]
 
 
-def _read_from_before(roots: Iterable[Any], made: Set[int], since_ns: int) -> dict[int, int]:
-    """Bytes of storages on the CPU that ops were given since a moment, but for those at addresses in `made`."""
+def _read_from_before(roots: Iterable[Any], made: Set[int]) -> dict[int, int]:
+    """Bytes of storages on the CPU that ops were given, but for those at addresses where blocks were made."""
     read: dict[int, int] = {}
     stack = [*roots]
     while stack:
         event = stack.pop()
         stack += event.children
-        if event.tag != _EventType.TorchOp or event.start_time_ns < since_ns:
+        if event.tag != _EventType.TorchOp:
             continue
         for given in event.extra_fields.inputs:
             for tensor in given if isinstance(given, list) else (given,):

@@ -19,7 +19,7 @@ from brimful.job import Batch, Job
 from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop
-from brimful.profiling.peak import measurement_of, peak_from_creation
+from brimful.profiling.peak import measurement_of, peak_memory
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 from brimful.settings import Settings
@@ -62,33 +62,38 @@ def measure_step(
     set_up_allocator(settings, device)
     with one_at_a_time(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        held: list[Batch] = []
-        with peak_from_creation(device, held=held) as (peak, count_from_here):
-            model = build_model(job, is_copied=True).to(device).train()
-            layout = apply_memory_format(model, settings)
-            optimizer = make_optimizer(job, model, settings)
-            layout.follow(optimizer)
-            executor = StepExecutor(job, settings, model, optimizer, device=device)
-            applied = apply_units(model, settings)
-            batch = make_batch(job, settings.rank_batch_size)
-            run = repeated_step(executor, batch)
-            loss = float(run().loss)
-            for _ in range(_WARM_STEPS - 1):
-                run()
-            count_from_here()
+        model = build_model(job, is_copied=True).to(device).train()
+        layout = apply_memory_format(model, settings)
+        optimizer = make_optimizer(job, model, settings)
+        layout.follow(optimizer)
+        executor = StepExecutor(job, settings, model, optimizer, device=device)
+        applied = apply_units(model, settings)
+        batch = make_batch(job, settings.rank_batch_size)
+        run = repeated_step(executor, batch)
+        first = run()
+        for _ in range(_WARM_STEPS - 1):
             run()
-            held += [batch, [*model.parameters(), *model.buffers()]]
+        with peak_memory(model, optimizer, device, batch=batch) as peak:
+            run()
         waits = WaitsForCores()
         seconds = [_seconds(run, device) for _ in range(steps)]
         waited = waits.fraction()
         applied.remove()
-    return measurement_of(peak, seconds, device, loss=loss, core_wait_fraction=waited)
+    return measurement_of(peak, seconds, device, loss=float(first.loss), core_wait_fraction=waited)
 
 
 def repeated_step(executor: StepExecutor, batch: Batch) -> Callable[[], StepOutcome]:
-    """A function that runs one optimizer step, on the same global batch in each call.
+    """One optimizer step on one global batch, to be run again and again.
 
-    The batch is on the host. Raises `BatchError` if it cannot be split.
+    Args:
+        executor: Runs it.
+        batch: On the host.
+
+    Returns:
+        Runs the step.
+
+    Raises:
+        BatchError: The batch cannot be split.
     """
     job, settings = executor.job, executor.settings
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)

@@ -14,7 +14,9 @@ from brimful.errors import UsageError
 from brimful.execution.job_loop import LoopBatches
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
-from brimful.profiling.peak import PeakMemory, measurement_of, peak_from_creation
+from brimful.profiling.cpu_memory import record_cpu_memory
+from brimful.profiling.cuda_memory import record_cuda_memory
+from brimful.profiling.peak import PeakMemory, measurement_of, peak_of_cpu, peak_of_cuda
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 
@@ -31,11 +33,20 @@ def measure_loop(
     """Run a job's loop over real batches and measure memory and time of its steps.
 
     The loop runs twice, each time with a new model: once for the memory of the third optimizer step and of the
-    loop after it, once to time `steps` steps, at least 1. It receives the same batch of `micro_batch_size`
-    samples repeatedly. `seed` seeds the model's weights, the batch and dropout.
+    loop after it, once to time steps. It receives the same batch repeatedly.
 
-    Raises `UsageError` if the loop takes no batch, makes no third optimizer step, or uses a GPU that is not
-    available.
+    Args:
+        job: Its `loop` is called, which decides where it runs.
+        micro_batch_size: Samples per batch.
+        device: The model's device.
+        steps: Number of optimizer steps to time, at least 1.
+        seed: Seeds the model's weights, the batch and dropout.
+
+    Returns:
+        Peak memory from the third step on, and the median time of a step.
+
+    Raises:
+        UsageError: The loop takes no batch, makes no third optimizer step, or uses a GPU that is not available.
     """
     runs = _Runs(job, micro_batch_size, device, seed)
     peak = runs.measured_memory()
@@ -51,17 +62,27 @@ class _Runs:
         self._size = micro_batch_size
 
     def measured_memory(self) -> PeakMemory:
-        """The peak memory from the beginning of the first step after the warm-up."""
+        """The peak from where the step after the warm ones begins.
+
+        The model is built while memory is recorded, so that whatever the loop frees is seen.
+        """
         batch = self._batch()
-        with peak_from_creation(self._device, held=[batch]) as (peak, count_from_here):
-            self._run(batch, _WARM_STEPS + 1, count_from_here)
-        return peak
+        if self._device.type == "cuda":
+            with record_cuda_memory(self._device) as cuda:
+                self._run(batch, _WARM_STEPS + 1, cuda.count_from_here)
+            return peak_of_cuda(cuda)
+        with record_cpu_memory() as cpu:
+            self._run(batch, _WARM_STEPS + 1, cpu.count_from_here)
+        return peak_of_cpu(cpu, {}, batch)
 
     def seconds(self, steps: int) -> tuple[list[float], float | None]:
-        """Seconds of each step after the warm-up, and the fraction that a thread waited for a processor.
+        """How long each step takes after the warm ones, and how much of it a thread waited for a processor.
 
-        There are fewer than `steps` where the loop ends by itself. `WaitsForCores` measures the fraction from
-        the first of them on.
+        Args:
+            steps: To time; fewer are where the loop ends by itself.
+
+        Returns:
+            Seconds per step, and what `WaitsForCores` measured from the first of them on.
         """
         begins: list[float] = []
         ends: list[float] = []
@@ -85,10 +106,16 @@ class _Runs:
         begin_step: Callable[[], None],
         end: Callable[[], None] = lambda: None,
     ) -> int:
-        """Call the loop on a new model, with the same batch repeatedly; return the number of steps made.
+        """Call the loop on a new model; `begin_step` is called before each step after the warm-up.
 
-        It makes at most `steps`. `begin_step` is called before each step after the warm-up, `end` when the loop
-        requests a batch after its last step.
+        Args:
+            batch: The batch that the loop receives repeatedly.
+            steps: Maximum number of steps.
+            begin_step: See above.
+            end: Called when the loop requests a batch after its last step.
+
+        Returns:
+            The number of steps made.
         """
 
         def begin_batch() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -35,7 +35,7 @@ class PeakMemory:
 
 
 def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
-    """The larger of two peaks in each field; the temporaries are those of the larger allocated peak."""
+    """The highest of two peaks in each of their fields."""
     if one is None:
         return other
     larger = max(one, other, key=lambda peak: peak.allocated_bytes)
@@ -45,31 +45,6 @@ def larger_peak(one: PeakMemory | None, other: PeakMemory) -> PeakMemory:
         device_bytes=max((peak.device_bytes for peak in (one, other) if peak.device_bytes), default=None),
         temporaries_at_peak=larger.temporaries_at_peak,
     )
-
-
-@contextmanager
-def peak_from_creation(
-    device: torch.device, *, held: list[Batch]
-) -> Iterator[tuple[PeakMemory, Callable[[], None]]]:
-    """Measure the peak memory of steps of a model that is created inside the context.
-
-    Yields the peak, which is filled in when the context ends without an error, and a function to call before
-    the steps, from which on the peak counts. The caller fills `held`, before the context ends, with what the
-    steps hold and the allocator need not have made inside: their batch, and weights mapped from a file.
-
-    On a CPU a profiler sees everything that a step frees. `peak_memory` does not: it misses a block of an
-    earlier step, such as a weight that each forward computes again, if its address is used again.
-    """
-    peak = PeakMemory()
-    if device.type == "cuda":
-        with record_cuda_memory(device) as cuda:
-            yield peak, cuda.count_from_here
-        found = peak_of_cuda(cuda)
-    else:
-        with record_cpu_memory() as cpu:
-            yield peak, cpu.count_from_here
-        found = peak_of_cpu(cpu, {}, held)
-    _fill(peak, found)
 
 
 @contextmanager
@@ -114,10 +89,6 @@ def peak_memory(
         found = peak_of_cpu(cpu, residents, batch, held_besides=held_besides)
     else:
         raise UsageError(f"memory is measured on a CPU or a CUDA device, not on {device.type!r}.")
-    _fill(peak, found)
-
-
-def _fill(peak: PeakMemory, found: PeakMemory) -> None:
     for field in fields(PeakMemory):
         setattr(peak, field.name, getattr(found, field.name))
 
@@ -127,12 +98,16 @@ def peak_of_cpu(
 ) -> PeakMemory:
     """Memory held at a recorded peak.
 
-    `residents` has the bytes of storages from before the recording, by address. The batch and the tensors
-    `held_besides` are from before, too, or were made by the recorded code, whose peak then has them already.
+    Args:
+        cpu: What was recorded.
+        residents: Bytes of storages from before, by address.
+        batch: From before, too.
+        held_besides: Other tensors from before.
+
+    Returns:
+        The peak.
     """
-    besides = tensor_storages([batch, *held_besides])
-    from_before = {address: besides[address] for address in besides.keys() - cpu.made}
-    held = {**cpu.read_from_before, **from_before, **residents}
+    held = {**cpu.read_from_before, **tensor_storages([batch, *held_besides]), **residents}
     peak_bytes = sum(held.values()) + cpu.peak_bytes
     return PeakMemory(
         allocated_bytes=peak_bytes, reserved_bytes=peak_bytes, temporaries_at_peak=cpu.temporaries_at_peak
@@ -156,10 +131,17 @@ def measurement_of(
     loss: float | None,
     core_wait_fraction: float | None,
 ) -> Measurement:
-    """The record of a measured step: its peak memory, and the median time with its range.
+    """The record of a measured step.
 
-    `loss` is that of the first step; None if it is not known. `core_wait_fraction` is that of the timed steps,
-    as `WaitsForCores` measures it, and is recorded for a CPU only.
+    Args:
+        peak: What one step held.
+        seconds: How long others took.
+        device: Where they ran.
+        loss: Of the first step; None if it is not known.
+        core_wait_fraction: Of the time of the timed steps, as `WaitsForCores` measures it.
+
+    Returns:
+        Peak memory, and the median time with its range.
     """
     return Measurement(
         device=device_name(device),

@@ -125,35 +125,6 @@ def test_predicted_is_measured_to_the_byte(job: Callable[[], Job], steps: int, r
     assert predicted.peak_allocated_bytes == measured.measured_peak_allocated_bytes
 
 
-def test_a_module_that_is_copied_does_not_count_beside_its_copy() -> None:
-    settings = Settings(micro_batch_size=SAMPLES)
-    made = measure_step(mlp_job(), settings, steps=1)
-    copied = measure_step(mlp_job(model=mlp()), settings, steps=1)
-    assert copied.measured_peak_allocated_bytes == made.measured_peak_allocated_bytes
-
-
-class Keeps(nn.Linear):
-    """Reads what the forward before kept, and keeps something else in its place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + torch.ones(20_000).sum() - 20_000
-        for name in range(20):
-            x = x + getattr(self, f"kept{name}", torch.zeros(1)).sum()
-            setattr(self, f"kept{name}", None)
-            setattr(self, f"kept{name}", torch.ones(1_000))
-        return super().forward(x)
-
-
-def test_what_an_earlier_step_left_is_measured_though_its_address_is_used_again() -> None:
-    job = mlp_job(model=lambda: Keeps(INPUTS, CLASSES))
-    settings = Settings(micro_batch_size=2)
-    measured = measure_step(job, settings, steps=1).measured_peak_allocated_bytes
-    parameters = INPUTS * CLASSES + CLASSES
-    batch_bytes = 2 * INPUTS * 4 + 2 * 8
-    # Its ones and their sum stand beside what the forward before kept.
-    assert measured == 4 * (20_000 + 1 + 20 * 1_000 + 2 * parameters) + batch_bytes
-
-
 def test_what_a_kernel_keeps_to_itself_is_named() -> None:
     model = nn.Linear(4, 4)
     x = torch.randn(4096, 4)
