@@ -72,7 +72,7 @@ def checks_call(record: type[Record]) -> type[Record]:
                 signature.bind(*args, **given)
             except TypeError as misfit:
                 raise _call_error(f"brimful.{record.__name__}", signature, given, misfit) from None
-            raise error
+            raise
 
     record.__init__ = made  # type: ignore[assignment]
     return record

@@ -61,7 +61,9 @@ class LabelWatch:
         None if the batch is not split, has no such labels or as many in each sample, or if an earlier batch was
         reported.
         """
-        if not self._watches or (samples := self._layout.count(batch)) <= settings.micro_batch_size:
+        is_whole = settings.gradient_accumulation_steps == 1  # unless it is larger than planned
+        most = settings.global_batch_size if is_whole else settings.micro_batch_size
+        if not self._watches or (samples := self._layout.count(batch)) <= most:
             return None
         for name, tensor in named_tensors(batch):
             if not _may_be_labels(tensor) or tensor.dim() <= self._dim:
