@@ -67,7 +67,7 @@ def checks_call(record: type[Record]) -> type[Record]:
     def made(self: Record, *args: Any, **given: Any) -> None:
         try:
             make(self, *args, **given)
-        except TypeError as error:
+        except TypeError:
             try:
                 signature.bind(*args, **given)
             except TypeError as misfit:
