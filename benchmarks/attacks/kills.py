@@ -181,12 +181,13 @@ def _rank_killed(parallelism: str, draw: float, place: Place) -> Outcome:
 
 
 def _launched(place: Place, run: str, parallelism: str, *more: str) -> list[Running]:
-    """What torchrun starts on a machine."""
+    """What torchrun starts on a machine; with what to plan, until the run has a plan."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    begins = () if more else ("--global-batch-size", "16", "--split-batch-norm", "--parallelism", parallelism)
+    planning = ("--global-batch-size", "16", "--split-batch-norm", "--parallelism", parallelism)
+    begins = () if (place.folder / run / "plan.json").exists() else planning
     arguments = (
         "train",
         "job.py:job",
