@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import InputMover, named_tensors
+from brimful.capture.recording.places import Place
 from brimful.capture.recording.recorder import Recorder
 from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
@@ -61,7 +62,8 @@ def input_mover(recorder: Recorder, *, repeats: bool = False) -> InputMover:
     """A mover that brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
 
     def copied(path: str, tensor: Tensor) -> Tensor:
-        copy = recorder.values.empty_copy(tensor)
+        with recorder.places.making(Place.DEVICE):
+            copy = recorder.values.empty_copy(tensor)
         recorder.mark([copy], Category.INPUTS, [path])
         return copy
 

@@ -109,9 +109,9 @@ def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:
     terms = LossTerms(device, settings)
     with _capturing(job, settings) as compiled:
         rules = [*rules_for(device, settings, ()), terms]
-        CaptureSession(replace(job, loop=None), settings, device, rules, Guess.EXPECTED, compiled).run(
-            1, evaluates=False, written_inputs=frozenset()
-        )
+        part = StepPart(has_update=False)
+        job = replace(job, loop=None)
+        CaptureSession(job, settings, device, rules, Guess.EXPECTED, compiled, part=part).run_part()
     return terms.found()
 
 

@@ -292,7 +292,7 @@ def _to(product: _Product, *what: Any, dtype: torch.dtype | None = None, device:
     dtypes = [each for each in (*what, dtype) if isinstance(each, torch.dtype)]
     devices = [each for each in (*what, device) if isinstance(each, (str, torch.device))]
     is_plain = len(dtypes) + len(devices) == len(what) + (dtype is not None) + (device is not None)
-    if not is_plain or any(torch.device(each) != product.input.device for each in devices):
+    if not is_plain or not all(_are_same(torch.device(each), product.input.device) for each in devices):
         return None
     return replace(product, casts=(*product.casts, *dtypes))
 
@@ -325,6 +325,11 @@ def _cross_entropy(product: _Product, *args: Any, **kwargs: Any) -> Tensor | Non
             total = total / terms.count(target)
     is_autocast = torch.is_autocast_enabled(product.input.device.type)
     return total if is_autocast else total.to(product.dtype)
+
+
+def _are_same(device: torch.device, other: torch.device) -> bool:
+    """Whether two devices are one; a CPU's index means nothing."""
+    return device == other or device.type == other.type == "cpu"
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:

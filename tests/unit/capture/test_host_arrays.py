@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from brimful.errors import CaptureError
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.settings import Settings
+from brimful.settings import ChunkedLoss, Settings
 from brimful.trace import Category, Trace
 from helpers.captured_jobs import A100, CPU, bytes_of, capture, made_by
 
@@ -202,3 +203,22 @@ def test_a_list_goes_to_the_device_of_another_tensor() -> None:
 
     assert listed_bytes(indexed, A100) == {CLASSES * 8}
     assert listed_bytes(on_host, A100) == set()
+
+
+@pytest.mark.parametrize("chunked", [None, ChunkedLoss(layer="boxes", chunks=4)])
+def test_labels_follow_logits_to_the_gpu_without_the_cpu_being_taken_for_it(chunked: ChunkedLoss | None) -> None:
+    """Logits of a loss in chunks name the GPU as others do, so what is put on the CPU beside them stays there."""
+
+    def on_the_host(model: Any, batch: dict[str, Tensor], *, follows: bool) -> Tensor:
+        hidden = model.body(batch["x"])
+        copies = [hidden.detach().cpu() for _ in range(8)]
+        logits = model.boxes(hidden)
+        labels = batch["labels"].to(logits.device) if follows else batch["labels"]
+        loss = F.cross_entropy(logits, labels[:, 0])
+        return loss + 0 * copies[0].sum()
+
+    settings = Settings(micro_batch_size=64, chunked_loss=chunked)
+    made = (job(partial(on_the_host, follows=follows)) for follows in (True, False))
+    following, beside = (capture_step(each, settings, A100, steps=1) for each in made)
+    assert following.events == beside.events
+    assert predict_memory(following).peak_allocated_bytes == predict_memory(beside).peak_allocated_bytes

@@ -28,6 +28,7 @@ from torch.utils._device import _device_constructors
 from brimful.capture.recording.ledger import StorageLedger
 from brimful.replaced import replaced
 from brimful.trace import Category
+from brimful.transforms.chunked_loss import DeferredLogits
 
 aten = torch.ops.aten
 
@@ -242,5 +243,13 @@ def devices_told(places: Places) -> Iterator[None]:
         is_told = not _module_of(sys._getframe(2)).startswith(_SILENT)  # past `replaced`
         return DEVICE if is_told and getattr(fake.untyped_storage(), _MARK, None) is None else real
 
-    with replaced(FakeTensor, "device", property(device)):
+    def device_of_logits(logits: DeferredLogits) -> torch.device:
+        real: torch.device = Tensor.device.__get__(logits)
+        is_told = not places.runs_op and not _module_of(sys._getframe(2)).startswith(_SILENT)
+        return DEVICE if real.type == "cpu" and is_told else real
+
+    with (
+        replaced(FakeTensor, "device", property(device)),
+        replaced(DeferredLogits, "device", property(device_of_logits)),
+    ):
         yield
