@@ -256,12 +256,6 @@ BalanceClasses = Annotated[
     bool,
     typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
 ]
-MultiLabel = Annotated[
-    bool,
-    typer.Option(
-        "--multi-label", help="Texts have several labels, or none: a list in JSON, or names in a text."
-    ),
-]
 TrainingMetrics = Annotated[
     bool,
     typer.Option(
@@ -351,60 +345,16 @@ class TextClassificationOptions:
     sequence_length: Annotated[
         int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
     ] = 512
-    multi_label: MultiLabel = False
+    multi_label: Annotated[
+        bool,
+        typer.Option(
+            "--multi-label", help="Texts have several labels, or none: a list in JSON, or names in a text."
+        ),
+    ] = False
     label_separator: Annotated[
         str, typer.Option(help="Separates the labels of a text, with --multi-label.")
     ] = ","
     balance_classes: BalanceClasses = False
-    training_metrics: TrainingMetrics = False
-    validation_fraction: ValidationFraction = 0.1
-    lora: LoraOption = None
-    quantize: QuantizeOption = None
-    bad_samples: BadSamplesOption = "refuse"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenClassificationOptions:
-    """Options of `recipes.token_classification`, under the same names."""
-
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base"
-    tokenizer: TokenizerOption = None
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
-    ] = None
-    tokens_column: Annotated[str, typer.Option(help="Name of the words in a table.")] = "tokens"
-    tags_column: Annotated[str, typer.Option(help="Name of their tags in a table.")] = "tags"
-    encoding: Encoding = "utf-8"
-    sequence_length: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a sentence, a multiple of 8.", min=8)
-    ] = 512
-    training_metrics: TrainingMetrics = False
-    validation_fraction: ValidationFraction = 0.1
-    lora: LoraOption = None
-    quantize: QuantizeOption = None
-    bad_samples: BadSamplesOption = "refuse"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePairsOptions:
-    """Options of `recipes.sentence_pairs`, under the same names."""
-
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base"
-    tokenizer: TokenizerOption = None
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
-    ] = None
-    text_column: Annotated[str, typer.Option(help="Name of the first texts.")] = "text"
-    pair_column: Annotated[str, typer.Option(help="Name of the second texts.")] = "pair"
-    encoding: Encoding = "utf-8"
-    sequence_length: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
-    ] = 128
-    temperature: Annotated[float, typer.Option(help="Divides the cosine similarities.")] = 0.05
     training_metrics: TrainingMetrics = False
     validation_fraction: ValidationFraction = 0.1
     lora: LoraOption = None

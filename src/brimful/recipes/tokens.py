@@ -46,15 +46,6 @@ class Tokenizer(Protocol):
         Returns the tokens of each text, and the number of truncated texts.
         """
 
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences of words, separated by spaces, with special tokens; truncate those too long.
-
-        Returns for each sentence its tokens, at most `most_tokens`, and for each token the index of the word
-        that it is the first of, or None.
-        """
-
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize whole texts without special tokens."""
 
@@ -82,21 +73,6 @@ class Bytes:
             with_ends = [np.append(part[:share], self.end) for part, share in zip(parts, shares, strict=True)]
             encoded.append({"input_ids": np.concatenate(with_ends).astype(np.int32)})
         return encoded, cut
-
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences, each with an end token; see `Tokenizer`."""
-        encoded = []
-        for words in sentences:
-            firsts: list[int | None] = []
-            for index, word in enumerate(words):
-                firsts += [*([None] if index else []), index, *[None] * (len(word.encode()) - 1)]
-            (tokens,) = self.encode_plain([" ".join(words)])
-            kept = most_tokens - 1
-            whole = np.append(tokens[:kept], np.int32(self.end)).astype(np.int32)
-            encoded.append((whole, [*firsts[:kept], None]))
-        return encoded
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """The bytes of texts."""
@@ -183,28 +159,6 @@ class Pretrained:
             for row in zip(*columns.values(), strict=True)
         ]
 
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences as inference tokenizes their text; see `Tokenizer`."""
-        if not self._tokenizer.is_fast:
-            raise UsageError(
-                f"the tokenizer {type(self._tokenizer).__name__} does not say which characters its tokens "
-                "are of, so words cannot be labelled. Give a directory with a tokenizer.json."
-            )
-        encoded = []
-        for start in range(0, len(sentences), _AT_ONCE):
-            some = sentences[start : start + _AT_ONCE]
-            texts = [" ".join(words) for words in some]
-            found = self._tokenizer(
-                texts, truncation=True, max_length=most_tokens, return_offsets_mapping=True, verbose=False
-            )
-            for words, text, tokens, offsets in zip(
-                some, texts, found["input_ids"], found["offset_mapping"], strict=True
-            ):
-                encoded.append((np.asarray(tokens, dtype=np.int32), _first_tokens(words, text, offsets)))
-        return encoded
-
     def save(self, directory: Path) -> None:
         """Write the tokenizer for `from_pretrained`; files in the directory are overwritten."""
         self._tokenizer.save_pretrained(str(directory))
@@ -217,22 +171,6 @@ class Pretrained:
             found = self._tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
             encoded += [np.asarray(part, dtype=np.int32) for part in found]
         return encoded
-
-
-def _first_tokens(words: Sequence[str], text: str, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """For each token, the index of the word that it is the first of, or None.
-
-    Some tokenizers count the space before a word to its first token, or make a token of it.
-    """
-    word_at = [index for index, word in enumerate(words) for _ in range(len(word) + 1)]
-    firsts: list[int | None] = []
-    seen = -1
-    for start, end in offsets:
-        blank = len(text[start:end]) - len(text[start:end].lstrip())
-        is_first = start + blank < end and word_at[start + blank] > seen
-        seen = word_at[start + blank] if is_first else seen
-        firsts.append(seen if is_first else None)
-    return firsts
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:
