@@ -44,10 +44,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, words: list[str], tags: list[str]) -> dict[str, list[int]]:
-    """Tokens, of which the first of each word has a label."""
     tokens = tokenizer(words, is_split_into_words=True)
-    of_words = tokens.word_ids()
-    pairs = zip([None, *of_words], of_words, strict=False)
+    pairs = zip([None, *tokens.word_ids()], tokens.word_ids(), strict=False)
     labels = [IGNORED if word in (None, before) else TAGS.index(tags[word]) for before, word in pairs]
     return {**tokens, "labels": labels}
 
