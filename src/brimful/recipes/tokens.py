@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,34 +22,6 @@ Encoded = dict[str, Tokens]
 """One tokenized text: `input_ids`, and `token_type_ids` if the model distinguishes the texts of a pair."""
 
 
-class Tokenizer(Protocol):
-    """Converts texts to tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text; None if not known."""
-
-    @property
-    def padding(self) -> int | None:
-        """The padding token; None if not known."""
-
-    def encode(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
-    ) -> tuple[list[Encoded], int]:
-        """Tokenize texts with the special tokens that a classifier expects, and truncate those too long.
-
-        `pairs` has a second text for each, or is None. `most_tokens` is the maximum of a text, or of a pair.
-        Returns the tokens of each text, and the number of truncated texts.
-        """
-
-    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize whole texts without special tokens."""
-
-
 class Bytes:
     """Uses each UTF-8 byte as a token, after three special tokens.
 
@@ -64,7 +36,11 @@ class Bytes:
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Tokenize texts, each with an end token; see `Tokenizer`."""
+        """Tokenize texts, each with an end token, and truncate those too long.
+
+        `pairs` has a second text for each, or is None. `most_tokens` is the maximum of a text, or of a pair.
+        Returns the tokens of each text, and the number of truncated texts.
+        """
         of_texts = [self.encode_plain(texts)] + ([] if pairs is None else [self.encode_plain(pairs)])
         encoded, cut = [], 0
         for parts in zip(*of_texts, strict=True):
@@ -123,12 +99,14 @@ class Pretrained:
         ends = (*own, *(vocabulary.get(name) for name in _ENDS))
         self.vocab_size = len(self._tokenizer)
         self.end: int | None = next((token for token in ends if token is not None), None)
+        """The token that ends a text; None if not known."""
         self.padding: int | None = self._tokenizer.pad_token_id
+        """The padding token; None if not known."""
 
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Tokenize texts with special tokens; see `Tokenizer`."""
+        """Tokenize texts with the special tokens that a classifier expects; see `Bytes.encode`."""
         encoded: list[Encoded] = []
         too_long: list[int] = []
         for start in range(0, len(texts), _AT_ONCE):
@@ -164,13 +142,16 @@ class Pretrained:
         self._tokenizer.save_pretrained(str(directory))
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize texts without special tokens; see `Tokenizer`."""
+        """Tokenize whole texts without special tokens."""
         encoded: list[Tokens] = []
         for start in range(0, len(texts), _AT_ONCE):
             some = list(texts[start : start + _AT_ONCE])
             found = self._tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
             encoded += [np.asarray(part, dtype=np.int32) for part in found]
         return encoded
+
+
+Tokenizer = Bytes | Pretrained
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:
