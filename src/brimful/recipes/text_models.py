@@ -245,9 +245,8 @@ def _builder(
             refusals.append(error)
         else:
             return build
-    raise UsageError(f"transformers makes no {_kind(num_labels)} of {directory}: {refusals[-1]}") from refusals[
-        -1
-    ]
+    kind = _kind(num_labels)
+    raise UsageError(f"transformers makes no {kind} of {directory}: {refusals[-1]}") from refusals[-1]
 
 
 def _masks_what_is_ahead_alone(config: Any, sequence_length: int) -> bool:
