@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from brimful.cli.other_names import EXAMPLES as TASKS_WITHOUT_COMMAND
 from helpers.calibrated import calibrated
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -37,3 +38,10 @@ def test_an_example_prints_predicted_beside_measured_and_learns(tmp_path: Path, 
     predicted, measured = re.findall(r"peak allocated +([\d.]+) MiB +([\d.]+) MiB", done.stdout)[0]
     assert float(measured) == pytest.approx(float(predicted), rel=0.01)
     assert " ".join(done.stdout.split()).endswith(LEARNED[name])
+
+
+def test_examples_that_the_command_line_names_exist() -> None:
+    for said in TASKS_WITHOUT_COMMAND.values():
+        (name,) = re.findall(r"^examples/(\w+)\.py ", said)
+        assert name in LEARNED
+        assert (EXAMPLES / f"{name}.py").is_file()
