@@ -467,16 +467,6 @@ OPTIONS = {
         "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
         "--bad-samples", "--multi-label", "--label-separator", "--training-metrics",
     ],
-    "train token-classification": [
-        *TRAIN, "--lora", "--quantize", "--merge-adapters",
-        "--model", "--tokenizer", "--validation-file", "--tokens-column", "--tags-column", "--encoding",
-        "--seq-len", "--training-metrics", "--validation-fraction", "--bad-samples",
-    ],
-    "train sentence-pairs": [
-        *TRAIN, "--lora", "--quantize", "--merge-adapters",
-        "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column", "--encoding",
-        "--seq-len", "--temperature", "--training-metrics", "--validation-fraction", "--bad-samples",
-    ],
     "train language-model": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
         "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",
@@ -490,8 +480,6 @@ OPTIONS = {
     [
         ("ImageOptions", "image_classification"),
         ("TextClassificationOptions", "text_classification"),
-        ("TokenClassificationOptions", "token_classification"),
-        ("SentencePairsOptions", "sentence_pairs"),
         ("LanguageModelOptions", "language_model"),
     ],
 )

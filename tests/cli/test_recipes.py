@@ -144,6 +144,9 @@ def test_a_task_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
     done = brimful(tmp_path, "train", "image", "nowhere")
     assert done.returncode == 2
     assert "Meant is perhaps 'images'" in done.stderr
+    done = brimful(tmp_path, "train", "token-classification", "news.conll", "--model", "bert")
+    assert done.returncode == 2
+    assert "examples/named_entities.py trains it with a plan in Transformers' Trainer" in done.stderr
 
 
 def test_images_are_trained_in_the_faster_format_unless_told_otherwise(tmp_path: Path) -> None:

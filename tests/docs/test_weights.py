@@ -16,13 +16,7 @@ from PIL import Image
 import brimful as bf
 from brimful import recipes
 from brimful.job import Job
-from brimful.recipes import (
-    image_classification,
-    language_model,
-    sentence_pairs,
-    text_classification,
-    token_classification,
-)
+from brimful.recipes import image_classification, language_model, text_classification
 from brimful.trainer.storage.weights import read_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -112,51 +106,6 @@ def test_texts(capsys: pytest.CaptureFixture[str]) -> None:
     saved = read_tensors("runs/reviews/best.safetensors")
     assert torch.equal(names["classify"].model.classifier.weight, saved["classifier.weight"])
     assert names["classify"].model.config.id2label == {0: "bad", 1: "good"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")  # of whole words in the test
-def test_words(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
-    save_pretrained("bert", config, transformers.BertModel)
-    sentences = "".join(
-        f"a O\n{word} B-W\nfilm {'I-W' if n % 2 else 'O'}\n\n" for n in range(8) for word in WORDS[4:6]
-    )
-    Path("news.conll").write_text(sentences)
-    with pytest.warns(UserWarning, match="start from random"):
-        train(token_classification("news.conll", model="bert", sequence_length=16), "runs/news")
-    names: dict[str, Any] = {}
-    exec(snippet("Token classification"), names)
-    assert str(names["find"]("a very good film")) in capsys.readouterr().out
-    assert names["find"].model.config.id2label == {0: "B-W", 1: "I-W", 2: "O"}
-    saved = read_tensors("runs/news/best.safetensors")
-    assert torch.equal(names["find"].model.classifier.weight, saved["classifier.weight"])
-
-
-@pytest.mark.slow
-def test_sentence_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
-    save_pretrained("bert", config, transformers.BertModel)
-    Path("questions.csv").write_text("text,pair\n" + "a good film,very good\na film,a bad film\n" * 8)
-    job = sentence_pairs("questions.csv", model="bert", sequence_length=16)
-    train(job, "runs/questions")
-    names: dict[str, Any] = {}
-    exec(snippet("Sentence pairs"), names)
-    assert "tensor([[" in capsys.readouterr().out
-    model = job.model()  # type: ignore[operator]
-    bf.load_weights(model, "runs/questions")
-    batch = next(job.data().train.batches(2, seed=0, epoch=1))  # type: ignore[misc, union-attr]
-    texts = [" ".join(WORDS[token] for token in row if token > 3) for row in batch["input_ids"]]
-    with torch.no_grad():
-        expected = job.embed(model.eval(), batch)["embeddings"]  # type: ignore[misc]
-    torch.testing.assert_close(names["embed"](texts), expected)
-    longer = " ".join(["a"] * 14 + ["good"] * 10)  # 16 tokens are kept, 2 of them special
-    torch.testing.assert_close(names["embed"]([longer]), names["embed"]([" ".join(["a"] * 14)]))
-    library = pytest.importorskip("sentence_transformers").SentenceTransformer(str(names["directory"]))
-    found = library.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
-    torch.testing.assert_close(found.cpu(), expected)
 
 
 def test_language_models(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import brimful as bf
 from brimful.batches import BatchLayout
@@ -19,11 +21,11 @@ from brimful.execution.coupled_loss import loss_of
 from brimful.execution.hooks import StepHooks
 from brimful.execution.precision import make_scaler
 from brimful.execution.step import StepParts, run_step
-from brimful.job import Job
+from brimful.job import Data, Job
 from brimful.optimizers import make_optimizer
 from brimful.profiling import measure_step, verify
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.trainer import Trainer
+from brimful.trainer import LengthBuckets, Trainer, pad_batch
 from brimful.trainer.step import fallback as lowering
 from brimful.transforms import apply_units
 from helpers.coupled_jobs import TwoTowers, contrast, contrast_of, coupled_job, embed, pairs
@@ -243,6 +245,70 @@ def test_training_split_is_training_whole_and_so_is_validation() -> None:
     assert all(a.loss == pytest.approx(b.loss, rel=1e-4) and a.samples == 20 for a, b in pairs_of)
     assert split.validations[-1].metrics == whole.validations[-1].metrics
     assert 0 < whole.validations[-1].metrics["accuracy"] < 1
+
+
+LONGEST_TEXT = 16
+
+
+def pair_of_texts(text: int, pair: int) -> dict[str, Tensor]:
+    """Tokens of two texts of these lengths; `pad_batch` adds the mask of the first."""
+    tokens = {"text": torch.randint(1, 20, (text,)), "pair": torch.randint(1, 20, (pair,))}
+    return tokens | {"pair_mask": torch.ones(pair, dtype=torch.int64)}
+
+
+COLLATE = partial(pad_batch, pad_values={"text": 0, "pair": 0, "pair_mask": 0}, multiple_of=4)
+
+
+def text_job() -> Job:
+    """Texts of 3 to 16 tokens by a BERT without dropout, each side of a batch padded by itself."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+    def embed_texts(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {"temperature": torch.tensor(10.0)}
+        for name, side, mask in (("image", "text", "attention_mask"), ("text", "pair", "pair_mask")):
+            hidden = model(input_ids=batch[side], attention_mask=batch[mask]).last_hidden_state
+            found[name] = F.normalize((hidden * batch[mask][:, :, None]).sum(1), dim=1)
+        return found
+
+    def data() -> Data:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            lengths = torch.randint(3, LONGEST_TEXT + 1, (40, 2)).tolist()
+            samples = [pair_of_texts(*both) for both in lengths]
+        buckets = LengthBuckets([sum(both) for both in lengths], 8, seed=1)
+        loader = DataLoader(samples, batch_sampler=buckets, collate_fn=COLLATE)  # type: ignore[arg-type]
+        return Data(train=loader, longest=longest(8))
+
+    def longest(samples: int) -> dict[str, Tensor]:
+        return COLLATE([pair_of_texts(LONGEST_TEXT, LONGEST_TEXT)] * samples)
+
+    return Job(
+        model=lambda: transformers.BertModel(config, add_pooling_layer=False),
+        embed=embed_texts,
+        loss=contrast,
+        batch=longest,
+        optimizer="adamw",
+        data=data,
+    )
+
+
+def test_texts_of_different_lengths_are_contrasted_in_any_micro_batches() -> None:
+    job = text_job()
+    plan = bf.plan(job, "cpu", global_batch_size=8, micro_batch_size=2)
+    split = Trainer(job, plan, device="cpu", show_progress=False, epochs=2).fit()
+    _, whole = trained(job, 8, epochs=2)
+    assert len(whole.steps) == 10
+    assert split.losses == pytest.approx(whole.losses, rel=1e-4)
+    assert split.measured_peak_allocated_bytes == pytest.approx(plan.predicted_peak_allocated_bytes, rel=0.02)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Any) -> None:

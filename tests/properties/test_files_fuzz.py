@@ -40,7 +40,7 @@ from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
 from brimful.profiling.cache import keep
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, kept_job_calibration
-from brimful.recipes import image_classification, language_model, text_classification, token_classification
+from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.pretrained import RecipeRun, read_recipe_run
 from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
@@ -451,15 +451,15 @@ def test_changed_json_lines_are_read_or_refused(place: Path, random: Random) -> 
     read(partial(make_text_job, place / "texts.jsonl", "skip"))
 
 
-_WORDS = json.dumps({"tokens": ["a", "film"], "tags": ["O", "B-X"]}) + "\n"
-_LABELS = json.dumps({"text": "a film", "label": ["good", "bad"]}) + "\n"
-LISTS = {"words.conll": "-DOCSTART- O\n\n" + "a NN O\nfilm NN B-X\n\n" * 8, "words.jsonl": _WORDS * 8}
-LISTS |= {"words.csv": "tokens,tags\n" + "a film,O B-X\n" * 8, "labels.jsonl": _LABELS * 8}
+LISTS = {
+    "labels.jsonl": (json.dumps({"text": "a film", "label": ["good", "bad"]}) + "\n") * 8,
+    "labels.csv": "text,label\n" + 'a film,"good,bad"\n' * 8,
+}
 
 
 @fuzzed(60)
 @given(random=randoms, name=st.sampled_from(sorted(LISTS)), in_bytes=st.booleans())
-def test_damaged_lists_of_words_and_labels_are_read_or_refused(
+def test_damaged_lists_of_labels_are_read_or_refused(
     place: Path, random: Random, name: str, in_bytes: bool
 ) -> None:
     lines = LISTS[name].splitlines(keepends=True)
@@ -468,10 +468,7 @@ def test_damaged_lists_of_words_and_labels_are_read_or_refused(
     else:
         (place / name).write_text("".join([mutate_json(json.loads(lines[0]), random).text + "\n", *lines[1:]]))
     options: dict[str, Any] = {"model": "bert-base", "sequence_length": 16, "bad_samples": "skip"}
-    if name.startswith("words"):
-        read(lambda: token_classification(place / name, **options))
-    else:
-        read(lambda: text_classification(place / name, multi_label=True, **options))
+    read(lambda: text_classification(place / name, multi_label=True, **options))
 
 
 PRICES = {"prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n", "prices.json": '{"L4": 0.8}'}

@@ -49,7 +49,6 @@ CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
 PRICES = "test_changed_prices_are_read_or_refused"
 METADATA = "test_changed_metadata_of_a_recipe_are_read_or_refused"
-LISTS = "test_damaged_lists_of_words_and_labels_are_read_or_refused"
 LINES = "test_changed_json_lines_are_read_or_refused"
 IMAGES = "test_damaged_images_are_read_or_refused"
 ARGUMENTS = "test_any_arguments_are_carried_out_or_refused"
@@ -89,7 +88,6 @@ READERS = {
     "recipes/language_model.py": {"read_text": TABLES},
     "recipes/pretrained.py": {"read_regular_file": METADATA, "parse_json": METADATA},
     "recipes/rows.py": {"read_text": TABLES, "read_regular_file": TABLES, "json.loads": LINES},
-    "recipes/tagged_text.py": {"read_text": LISTS},
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
     "recipes/weights.py": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -83,6 +83,7 @@ def _described(field: Field[Any], hint: Any, docstring: str | None) -> Any:
         show_default=field.default not in (None, ()),
         min=1 if hint in (PositiveInt, PositiveInt | None) else field.metadata.get("min"),
         max=field.metadata.get("max"),
+        metavar=field.metadata.get("metavar"),
     )
     return Annotated[_TYPES.get(hint, hint), option]
 
@@ -120,13 +121,6 @@ DeviceName = Annotated[
         '"name=…,memory=8GiB,bandwidth=300GB,tflops=9".',
     ),
 ]
-LocalDevice = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        help="cuda, cpu, or auto: the GPU if there is one; --plan-only also takes any by name.",
-    ),
-]
 OnePrecision = Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")]
 _PLAN_HELP = {name: text.partition(" Default:")[0] for name, text in field_docstrings(PlanOptions).items()}
 """The help of a plan's options, for commands where their defaults are others."""
@@ -162,36 +156,24 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable key
 class ModelOptions:
     """Options of a model chosen by name."""
 
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help="Tokens per sample, for models that have such an option.")
-    ] = None
-    image_size: Annotated[
-        int | None,
-        typer.Option("--image-size", help="Pixels per side, for models that have such an option."),
-    ] = None
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Another option of the model, as name=value; may be repeated."),
-    ] = None
+    seq_len: int | None = None
+    """Tokens per sample, for models that have such an option."""
+    image_size: int | None = None
+    """Pixels per side, for models that have such an option."""
+    options: list[str] | None = field(default=None, metadata={"flag": "--set"})
+    """Another option of the model, as name=value; may be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainFlags(LoopOptions):
     """Options of a training run on the command line."""
 
-    schedule: Annotated[str, typer.Option(help="Learning rate schedule: constant, linear or cosine.")] = (
-        "constant"
-    )
-    warmup: Annotated[
-        float,
-        typer.Option(
-            help="Warmup: fraction of the run over which the learning rate rises, such as 0.05.", min=0
-        ),
-    ] = 0.0
-    compare_plain: Annotated[
-        bool,
-        typer.Option("--compare-plain", help="First train without the plan, from the same seed, to compare."),
-    ] = False
+    schedule: str = "constant"
+    """Learning rate schedule: constant, linear or cosine."""
+    warmup: float = field(default=0.0, metadata={"min": 0})
+    """Warmup: fraction of the run over which the learning rate rises, such as 0.05."""
+    compare_plain: bool = False
+    """First train without the plan, from the same seed, to compare."""
 
     def asked(self) -> dict[str, Any]:
         """The options as arguments of `api.fit`."""
@@ -206,44 +188,26 @@ class TrainFlags(LoopOptions):
 class RunOptions:
     """Batch, plan, rates and directory of a run."""
 
-    global_batch_size: Annotated[
-        int | None,
-        typer.Option("--global-batch-size", help="Samples per optimizer step; a --plan has its own.", min=1),
-    ] = None
-    device: LocalDevice = "auto"
-    plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Train with this plan instead of searching for one.")
-    ] = None
-    plan_only: Annotated[
-        bool,
-        typer.Option("--plan-only", help="Show the plan and exit; its --json is what --plan takes."),
-    ] = False
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate of the optimizer, which must be one by name.", min=0)
-    ] = None
-    weight_decay: Annotated[
-        float | None,
-        typer.Option(
-            help="Weight decay of the optimizer, which must be one by name; not applied to biases and norms.",
-            min=0,
-        ),
-    ] = None
-    run_dir: Annotated[
-        Path | None, typer.Option(help="A new directory for weights, logs and checkpoints. Default: runs/….")
-    ] = None
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard's event files, to --run-dir/tensorboard.")
-    ] = False
-    wandb: Annotated[
-        str | None, typer.Option(help="Log to this project of Weights & Biases.", metavar="PROJECT")
-    ] = None
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Resume from the newest checkpoint in --run-dir with its plan; start if there is none.",
-        ),
-    ] = False
+    global_batch_size: PositiveInt | None = None
+    """Samples per optimizer step; a --plan has its own."""
+    device: str = "auto"
+    """cuda, cpu, or auto: the GPU if there is one; --plan-only also takes any by name."""
+    plan_file: Path | None = field(default=None, metadata={"flag": "--plan"})
+    """Train with this plan instead of searching for one."""
+    plan_only: bool = False
+    """Show the plan and exit; its --json is what --plan takes."""
+    learning_rate: float | None = field(default=None, metadata={"min": 0})
+    """Learning rate of the optimizer, which must be one by name."""
+    weight_decay: float | None = field(default=None, metadata={"min": 0})
+    """Weight decay of the optimizer, which must be one by name; not applied to biases and norms."""
+    run_dir: Path | None = None
+    """A new directory for weights, logs and checkpoints. Default: runs/…."""
+    tensorboard: bool = False
+    """Write TensorBoard's event files, to --run-dir/tensorboard."""
+    wandb: str | None = field(default=None, metadata={"metavar": "PROJECT"})
+    """Log to this project of Weights & Biases."""
+    resume: bool = False
+    """Resume from the newest checkpoint in --run-dir with its plan; start if there is none."""
 
 
 BadSamplesOption = Annotated[
@@ -255,12 +219,6 @@ BadSamplesOption = Annotated[
 BalanceClasses = Annotated[
     bool,
     typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
-]
-MultiLabel = Annotated[
-    bool,
-    typer.Option(
-        "--multi-label", help="Texts have several labels, or none: a list in JSON, or names in a text."
-    ),
 ]
 TrainingMetrics = Annotated[
     bool,
@@ -281,35 +239,25 @@ Encoding = Annotated[str, typer.Option(help="Text encoding of the files.")]
 class ImageOptions:
     """Options of `recipes.image_classification`, under the same names."""
 
-    model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
-        "resnet50"
-    )
-    weights: Annotated[
-        Path | None, typer.Option(help="Start from the tensors of this file, .safetensors or of torch.save.")
-    ] = None
-    image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224
-    augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True
-    timm_transforms: Annotated[
-        bool,
-        typer.Option(
-            "--timm-transforms", help="Crop and augment as timm does for its model; needs torchvision."
-        ),
-    ] = False
+    model: str = "resnet50"
+    """A built-in classifier: resnet18, vit-base, …; or timm/NAME."""
+    weights: Path | None = None
+    """Start from the tensors of this file, .safetensors or of torch.save."""
+    image_size: PositiveInt = 224
+    """Pixels per side."""
+    augment: bool = True
+    """Crop and flip at random."""
+    timm_transforms: bool = False
+    """Crop and augment as timm does for its model; needs torchvision."""
     training_metrics: TrainingMetrics = False
     balance_classes: BalanceClasses = False
     validation_fraction: ValidationFraction = 0.1
     bad_samples: BadSamplesOption = "refuse"
-    check_files: Annotated[
-        bool, typer.Option("--check-files/--no-check-files", help="First decode every image once.")
-    ] = True
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that read images to train on, and as many for validation. Default: one per "
-            "processor, at most 8.",
-            min=0,
-        ),
-    ] = None
+    check_files: bool = True
+    """First decode every image once."""
+    workers: int | None = field(default=None, metadata={"min": 0})
+    """Processes that read images to train on, and as many for validation. Default: one per processor, at most
+    8."""
 
 
 LoraOption = Annotated[
@@ -337,74 +285,25 @@ MergeAdapters = Annotated[
 class TextClassificationOptions:
     """Options of `recipes.text_classification`, under the same names."""
 
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base"
+    model: str = "bert-base"
+    """A local directory of transformers, or a built-in one: bert-base, …"""
     tokenizer: TokenizerOption = None
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
-    ] = None
-    text_column: Annotated[str, typer.Option(help="Name of the texts.")] = "text"
-    pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None
-    label_column: Annotated[str, typer.Option(help="Name of the classes.")] = "label"
+    validation_file: Path | None = None
+    """Another such file to validate with. Default: a part of the first."""
+    text_column: str = "text"
+    """Name of the texts."""
+    pair_column: str | None = None
+    """Name of a second text of each row."""
+    label_column: str = "label"
+    """Name of the classes."""
     encoding: Encoding = "utf-8"
-    sequence_length: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
-    ] = 512
-    multi_label: MultiLabel = False
-    label_separator: Annotated[
-        str, typer.Option(help="Separates the labels of a text, with --multi-label.")
-    ] = ","
+    sequence_length: int = field(default=512, metadata={"flag": "--seq-len", "min": 8})
+    """Most tokens of a text, a multiple of 8."""
+    multi_label: bool = False
+    """Texts have several labels, or none: a list in JSON, or names in a text."""
+    label_separator: str = ","
+    """Separates the labels of a text, with --multi-label."""
     balance_classes: BalanceClasses = False
-    training_metrics: TrainingMetrics = False
-    validation_fraction: ValidationFraction = 0.1
-    lora: LoraOption = None
-    quantize: QuantizeOption = None
-    bad_samples: BadSamplesOption = "refuse"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenClassificationOptions:
-    """Options of `recipes.token_classification`, under the same names."""
-
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base"
-    tokenizer: TokenizerOption = None
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
-    ] = None
-    tokens_column: Annotated[str, typer.Option(help="Name of the words in a table.")] = "tokens"
-    tags_column: Annotated[str, typer.Option(help="Name of their tags in a table.")] = "tags"
-    encoding: Encoding = "utf-8"
-    sequence_length: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a sentence, a multiple of 8.", min=8)
-    ] = 512
-    training_metrics: TrainingMetrics = False
-    validation_fraction: ValidationFraction = 0.1
-    lora: LoraOption = None
-    quantize: QuantizeOption = None
-    bad_samples: BadSamplesOption = "refuse"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentencePairsOptions:
-    """Options of `recipes.sentence_pairs`, under the same names."""
-
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base"
-    tokenizer: TokenizerOption = None
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
-    ] = None
-    text_column: Annotated[str, typer.Option(help="Name of the first texts.")] = "text"
-    pair_column: Annotated[str, typer.Option(help="Name of the second texts.")] = "pair"
-    encoding: Encoding = "utf-8"
-    sequence_length: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
-    ] = 128
-    temperature: Annotated[float, typer.Option(help="Divides the cosine similarities.")] = 0.05
     training_metrics: TrainingMetrics = False
     validation_fraction: ValidationFraction = 0.1
     lora: LoraOption = None
@@ -416,13 +315,14 @@ class SentencePairsOptions:
 class LanguageModelOptions:
     """Options of `recipes.language_model`, under the same names."""
 
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")
-    ] = "gpt2"
+    model: str = "gpt2"
+    """A local directory of transformers, or a built-in one: gpt2, …"""
     tokenizer: TokenizerOption = None
-    text_column: Annotated[str, typer.Option(help="Name of the texts in tables.")] = "text"
+    text_column: str = "text"
+    """Name of the texts in tables."""
     encoding: Encoding = "utf-8"
-    sequence_length: Annotated[int, typer.Option("--seq-len", help="Tokens of each row.", min=2)] = 1024
+    sequence_length: int = field(default=1024, metadata={"flag": "--seq-len", "min": 2})
+    """Tokens of each row."""
     validation_fraction: ValidationFraction = 0.05
     lora: LoraOption = None
     quantize: QuantizeOption = None

@@ -1,4 +1,4 @@
-"""Flags of other tools → the options that brimful has for them."""
+"""Flags of other tools → the options that brimful has for them; tasks without a command → their examples."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--load-in-4bit": ("--quantize nf4",),
     "--load-in-8bit": ("--quantize int8",),
 }
+EXAMPLES = {
+    "token-classification": "examples/named_entities.py trains it with a plan in Transformers' Trainer.",
+    "sentence-pairs": "examples/sentence_pairs.py trains them with a plan in SentenceTransformerTrainer.",
+}
+"""Tasks that other trainers have, and the example of each."""
 _OF_THE_JOB = dict.fromkeys(
     ("--lora", "--qlora", "--quantize", "--load-in-4bit", "--load-in-8bit"),
     "Adapters and quantised weights are the job's: name a file.py:NAME whose model has them. For texts "

@@ -21,13 +21,12 @@ from brimful.cli.options import (
     Model,
     ModelOptions,
     RunOptions,
-    SentencePairsOptions,
     TextClassificationOptions,
-    TokenClassificationOptions,
     TrainFlags,
     arguments,
     flattened,
 )
+from brimful.cli.other_names import EXAMPLES
 from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, say, show
 from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
@@ -57,6 +56,8 @@ class _TasksOrJob(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Insert the name of the default command if none is given."""
         if args and args[0] not in self.commands and args[0] != "--help":
+            if args[0] in EXAMPLES:
+                ctx.fail(f"there is no command for {args[0]}. {EXAMPLES[args[0]]}")
             near = get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
             if near:
                 ctx.fail(f"no task or job is called {args[0]!r}. Meant is perhaps {near[0]!r}.")
@@ -140,53 +141,6 @@ def text_classification(
         finish = _saving_pretrained(options.lora, merge_adapters)
         with busy("reading the texts"):
             job = recipes.text_classification(file, seed=training.seed, **arguments(options))
-        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
-
-
-@train_app.command("token-classification")
-@flattened
-def token_classification(
-    context: typer.Context,
-    file: Annotated[
-        Path,
-        typer.Argument(help="A .jsonl, .csv or .tsv file; or one of a word and its tag a line, as CoNLL-2003."),
-    ],
-    options: TokenClassificationOptions,
-    run: RunOptions,
-    planning: PlanOptions,
-    training: TrainFlags,
-    merge_adapters: MergeAdapters = False,
-    as_json: AsJson = False,
-) -> None:
-    """Train a classifier of words (named entities) on tagged sentences; --global-batch-size defaults to 32."""
-    with report_errors(as_json):
-        from brimful import recipes
-
-        finish = _saving_pretrained(options.lora, merge_adapters)
-        with busy("reading the sentences"):
-            job = recipes.token_classification(file, seed=training.seed, **arguments(options))
-        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
-
-
-@train_app.command("sentence-pairs")
-@flattened
-def sentence_pairs(
-    context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="A .csv or .tsv file with a header, or a .jsonl file.")],
-    options: SentencePairsOptions,
-    run: RunOptions,
-    planning: PlanOptions,
-    training: TrainFlags,
-    merge_adapters: MergeAdapters = False,
-    as_json: AsJson = False,
-) -> None:
-    """Train an encoder of texts on pairs that belong together; --global-batch-size defaults to 32 pairs."""
-    with report_errors(as_json):
-        from brimful import recipes
-
-        finish = _saving_pretrained(options.lora, merge_adapters)
-        with busy("reading the texts"):
-            job = recipes.sentence_pairs(file, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
 
 

@@ -18,7 +18,6 @@ operation, with its source.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
 # B samples, T tokens (`sequence_length`)
 
+_MOST_TOKENS = 512  # positions of every classifier
 _IGNORED_LABEL = -100  # transformers' and F.cross_entropy's ignore_index
 
 _BASE: dict[str, Any] = {
@@ -162,45 +162,17 @@ _LLAMA_3_8B = _llama3(
 )
 
 
-def text_encoder(
-    name: str,
-    *,
-    class_suffix: str,
-    sequence_length: int,
-    num_labels: int | None = None,
-    vocab_size: int | None = None,
-    pad_token_id: int | None = None,
-) -> Callable[[], nn.Module]:
-    """A function that builds an encoder of `TEXT_CLASSIFIERS`, with a head or with none, and random weights.
-
-    `class_suffix` is what transformers' class ends in: "ForTokenClassification", or "Model" for no head.
-    `sequence_length` is the maximum of tokens per sample; `num_labels` is None if there are none; `vocab_size`
-    and `pad_token_id` are as published if None. A number out of range raises UsageError.
-    """
-    published, most_tokens = _ENCODERS[name]
-    check_range(name, "sequence_length", sequence_length, 1, most_tokens)
-    architecture = published.model_class.removesuffix("ForSequenceClassification")
-    labels = 2 if num_labels is None else num_labels
-    return _encoder_builder(
-        name,
-        replace(published, model_class=architecture + class_suffix),
-        num_labels=labels,
-        num_hidden_layers=None,
-        vocab_size=vocab_size,
-        pad_token_id=pad_token_id,
-    )[0]
-
-
-def _encoder_builder(
+def _classifier_job(
     name: str,
     published: Published,
     *,
-    num_labels: int,
-    num_hidden_layers: int | None,
-    vocab_size: int | None,
-    pad_token_id: int | None,
-) -> tuple[Callable[[], nn.Module], range]:
-    """A function that builds an encoder, and the tokens that its batches may have."""
+    sequence_length: int = 512,
+    num_labels: int = 2,
+    num_hidden_layers: int | None = None,
+    vocab_size: int | None = None,
+    pad_token_id: int | None = None,
+) -> Job:
+    check_range(name, "sequence_length", sequence_length, 1, _MOST_TOKENS)
     check_range(name, "num_labels", num_labels, 2)
     if num_hidden_layers is not None:
         check_range(name, "num_hidden_layers", num_hidden_layers, 1)
@@ -219,30 +191,6 @@ def _encoder_builder(
             pad_token_id=padding,
             problem_type="single_label_classification",  # else the first forward writes it into the config
         )
-
-    return build, tokens
-
-
-def _classifier_job(
-    name: str,
-    published: Published,
-    most_tokens: int,
-    *,
-    sequence_length: int = 512,
-    num_labels: int = 2,
-    num_hidden_layers: int | None = None,
-    vocab_size: int | None = None,
-    pad_token_id: int | None = None,
-) -> Job:
-    check_range(name, "sequence_length", sequence_length, 1, most_tokens)
-    build, tokens = _encoder_builder(
-        name,
-        published,
-        num_labels=num_labels,
-        num_hidden_layers=num_hidden_layers,
-        vocab_size=vocab_size,
-        pad_token_id=pad_token_id,
-    )
 
     def make_samples(samples: int) -> Batch:
         return {
@@ -307,17 +255,11 @@ def _count_predicted_tokens(batch: Batch) -> Tensor:
     return predicted.sum()
 
 
-_ENCODERS = {
-    "bert-base": (_bert(_BASE), 512),
-    "bert-large": (_bert(_LARGE), 512),
-    "xlm-roberta-base": (_xlm_roberta(_BASE), 512),
-    "xlm-roberta-large": (_xlm_roberta(_LARGE), 512),
-}
-"""Each encoder by name, and its maximum number of tokens."""
-
 TEXT_CLASSIFIERS: dict[str, Callable[..., Job]] = {
-    name: partial(_classifier_job, name, published, most_tokens)
-    for name, (published, most_tokens) in _ENCODERS.items()
+    "bert-base": partial(_classifier_job, "bert-base", _bert(_BASE)),
+    "bert-large": partial(_classifier_job, "bert-large", _bert(_LARGE)),
+    "xlm-roberta-base": partial(_classifier_job, "xlm-roberta-base", _xlm_roberta(_BASE)),
+    "xlm-roberta-large": partial(_classifier_job, "xlm-roberta-large", _xlm_roberta(_LARGE)),
 }
 """Makes the job of each text classifier, by name."""
 

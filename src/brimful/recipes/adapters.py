@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.models.predicted_layers import PREDICTED, PredictedLinear4bit, PredictedLinear8bit
-from brimful.recipes.heads import Head
 
 QUANTIZATIONS: Mapping[str, tuple[str, bool]] = {
     "nf4": ("nf4", False),
@@ -104,7 +103,12 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
 
 
 def adapted(
-    model: nn.Module, lora: LoraOptions, quantization: str | None, *, head: Head, trains_pooler: bool = False
+    model: nn.Module,
+    lora: LoraOptions,
+    quantization: str | None,
+    *,
+    is_classifier: bool,
+    trains_pooler: bool = False,
 ) -> nn.Module:
     """Freeze a model of transformers, and add trainable LoRA adapters; the model is changed.
 
@@ -128,8 +132,8 @@ def adapted(
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
         exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
-        modules_to_save=heads if head.is_classifier else None,
-        task_type=head.peft_task,
+        modules_to_save=heads if is_classifier else None,
+        task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM",
     )
     if any(isinstance(layer, PREDICTED) for layer in model.modules()):
         _add_to_quantised_results(config)

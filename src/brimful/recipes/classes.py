@@ -1,17 +1,17 @@
-"""Classification of images or texts: loss, accuracy, F1, the split for validation, class weights."""
+"""Classification of images or texts with one label each: loss, accuracy and class weights."""
 
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.job import Batch
-from brimful.trainer.data.rng import generator_of
 
 _MOST_NAMED = 6
 
@@ -19,14 +19,37 @@ LogitsOf = Callable[[nn.Module, Batch], Tensor]
 """Computes the logits of a batch, (samples, classes)."""
 
 
-def loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, class_weights: Tensor | None) -> Tensor:
+class Objective(TypedDict):
+    """The fields of a job that say what a classifier learns and how it is evaluated."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], Tensor | int]
+    metrics: Callable[[nn.Module, Batch], dict[str, Tensor]]
+    summarize: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None
+
+
+def one_label(labels: Sequence[int], classes: int, *, logits_of: LogitsOf, balances: bool) -> Objective:
+    """The objective of samples with one label each; `labels` are those of the training samples.
+
+    With `balances` each sample is weighted by the inverse frequency of its class.
+    """
+    weights = balanced_weights(labels, classes) if balances else None
+    return Objective(
+        loss=partial(_loss, logits_of=logits_of, class_weights=weights),
+        count=count_samples if weights is None else partial(_count, class_weights=weights),
+        metrics=partial(_accuracy, logits_of=logits_of),
+        summarize=None,
+    )
+
+
+def _loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, class_weights: Tensor | None) -> Tensor:
     """The cross-entropy, as a mean over samples, weighted by class if `class_weights` are given."""
     logits = logits_of(model, batch)
     weights = None if class_weights is None else class_weights.to(logits.device)
     return F.cross_entropy(logits, batch["labels"], weight=weights)
 
 
-def count(batch: Batch, *, class_weights: Tensor) -> Tensor:
+def _count(batch: Batch, *, class_weights: Tensor) -> Tensor:
     """The sum of the class weights of a batch's samples."""
     return class_weights.to(batch["labels"].device)[batch["labels"]].sum()
 
@@ -36,37 +59,9 @@ def count_samples(batch: Batch) -> int:
     return len(batch["labels"])
 
 
-def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
+def _accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
     """The fraction of samples whose class is predicted correctly."""
     return {"accuracy": (logits_of(model, batch).argmax(1) == batch["labels"]).float().mean()}
-
-
-def f1(true_positives: Tensor, predicted_and_labels: Tensor) -> Tensor:
-    """F1, the harmonic mean of precision and recall; 0 where nothing is predicted and there are no labels.
-
-    `true_positives` is the number or fraction of what is predicted correctly; `predicted_and_labels` is the sum
-    of those of predictions and of labels.
-    """
-    is_some = predicted_and_labels > 0
-    return torch.where(is_some, 2 * true_positives / predicted_and_labels.where(is_some, 1), 0)
-
-
-def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split samples into training and validation sets, stratified by class; returns ascending indices.
-
-    `labels` has the label of every sample. `fraction` of each class is for validation: rounded, but at least
-    one sample of a class with two. A class with a single sample is only trained on.
-    """
-    by_class: dict[int, list[int]] = defaultdict(list)
-    for index, label in enumerate(labels):
-        by_class[label].append(index)
-    training, validation = [], []
-    for label, indices in sorted(by_class.items()):
-        count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
-        order = torch.randperm(len(indices), generator=generator_of(seed, label)).tolist()
-        validation += [indices[place] for place in order[:count]]
-        training += [indices[place] for place in order[count:]]
-    return sorted(training), sorted(validation)
 
 
 def warn_without_validation(classes: Sequence[str], labels: Sequence[int]) -> None:

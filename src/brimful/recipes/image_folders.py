@@ -14,7 +14,7 @@ from brimful.distributed.ranks import processors_here
 from brimful.errors import UsageError
 from brimful.files import is_directory
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
-from brimful.recipes.classes import split_by_class
+from brimful.recipes.samples import split_by_class
 
 _VALIDATION_FOLDERS = ("val", "valid", "validation", "test")
 

@@ -22,19 +22,11 @@ from brimful.models import architecture_names, find_architecture
 from brimful.models.vision import VISION_ARCHITECTURES
 from brimful.optimizers import named_optimizer
 from brimful.recipes.bad_samples import BadSamples
-from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import sample
-from brimful.recipes.classes import (
-    accuracy,
-    balanced_weights,
-    count,
-    count_samples,
-    loss,
-    warn_without_validation,
-)
+from brimful.recipes.classes import one_label, warn_without_validation
 from brimful.recipes.image_folders import LabelledImages, check_pillow, find_images, identities
 from brimful.recipes.image_reader import Channels, ImageReader
 from brimful.recipes.reading import ReadSamples
+from brimful.recipes.samples import check_fraction, digest, sample
 from brimful.recipes.timm_reader import TimmReader, as_key, transform_options
 from brimful.recipes.weights import load_matching
 
@@ -107,7 +99,6 @@ def image_classification(
         directory, validation_fraction, seed, bad=bad, decodes=check_files
     )
     warn_without_validation(classes, validation.labels)
-    class_weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
 
     def make_samples(samples: int) -> Batch:
         return {
@@ -133,12 +124,10 @@ def image_classification(
     return Job(
         model=partial(found.build, num_classes=len(classes), image_size=image_size),
         weights=None if weights is None else partial(load_matching, path=Path(weights)),
-        loss=partial(loss, logits_of=_logits, class_weights=class_weights),
-        count=count_samples if class_weights is None else partial(count, class_weights=class_weights),
+        **one_label(training.labels, len(classes), logits_of=_logits, balances=balance_classes),
         batch=make_samples,
         optimizer=named_optimizer("adamw", learning_rate=1e-3 if weights is None else _RATE_OF_PRETRAINED),
         data=data,
-        metrics=partial(accuracy, logits_of=_logits),
         name=f"{directory.resolve().name}-{model.removeprefix(TIMM)}",
         about={
             "task": "images",

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from brimful.errors import DataError, UsageError
 from brimful.job import Batch, Data, Job
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
-from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.heads import LANGUAGE_MODEL
 from brimful.recipes.rows import TABLES, Row, read_rows, read_text, undecoded
+from brimful.recipes.samples import check_fraction, digest
 from brimful.recipes.text_models import find_text_model
 from brimful.recipes.tokens import Tokenizer, Tokens
 
@@ -70,7 +69,7 @@ def language_model(
     found = find_text_model(
         model,
         tokenizer,
-        head=LANGUAGE_MODEL,
+        num_labels=None,
         sequence_length=sequence_length,
         lora=lora,
         quantization=quantize,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from brimful.job import Batch
-from brimful.recipes.classes import LogitsOf, f1
+from brimful.recipes.classes import LogitsOf, Objective, count_samples
 
 # B samples, C classes
 
@@ -38,12 +39,24 @@ def positive_weights(targets: Sequence[Targets]) -> Tensor:
     return torch.where(has_both, (len(targets) - positives) / positives.clamp(min=1), 1.0)
 
 
-def multi_label_loss(
-    model: nn.Module, batch: Batch, *, logits_of: LogitsOf, positive_weights: Tensor | None
-) -> Tensor:
+def several_labels(targets: Sequence[Targets], *, logits_of: LogitsOf, balances: bool) -> Objective:
+    """The objective of samples with several labels or none; `targets` are those of the training samples.
+
+    With `balances` the loss has `positive_weights`.
+    """
+    weights = positive_weights(targets) if balances else None
+    return Objective(
+        loss=partial(_loss, logits_of=logits_of, label_weights=weights),
+        count=count_samples,
+        metrics=partial(multi_label_counts, logits_of=logits_of),
+        summarize=multi_label_scores,
+    )
+
+
+def _loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, label_weights: Tensor | None) -> Tensor:
     """The binary cross-entropy, as a mean over samples and classes."""
     logits = logits_of(model, batch)
-    weights = None if positive_weights is None else positive_weights.to(logits.device)
+    weights = None if label_weights is None else label_weights.to(logits.device)
     return F.binary_cross_entropy_with_logits(logits, batch["labels"], pos_weight=weights)
 
 
@@ -68,7 +81,17 @@ def multi_label_scores(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     right, every = means["true_positives"], means["predicted"] + means["labels"]
     return {
-        "micro_f1": f1(right.sum(), every.sum()),
-        "macro_f1": f1(right, every).mean(),
+        "micro_f1": _f1(right.sum(), every.sum()),
+        "macro_f1": _f1(right, every).mean(),
         "exact_match": means["exact"],
     }
+
+
+def _f1(true_positives: Tensor, predicted_and_labels: Tensor) -> Tensor:
+    """F1, the harmonic mean of precision and recall; 0 where nothing is predicted and there are no labels.
+
+    `true_positives` is the number or fraction of what is predicted correctly; `predicted_and_labels` is the sum
+    of those of predictions and of labels.
+    """
+    is_some = predicted_and_labels > 0
+    return torch.where(is_some, 2 * true_positives / predicted_and_labels.where(is_some, 1), 0)

@@ -10,13 +10,12 @@ from torch import nn
 
 from brimful.codec import PositiveInt, from_json_document, parse_json, read_regular_file
 from brimful.errors import FileFormatError, UsageError
-from brimful.recipes.heads import head_of
 from brimful.recipes.text_models import TextModel, find_text_model, silent_transformers
 from brimful.recipes.tokens import Pretrained
 from brimful.trainer.storage.run_directory import JOB
 from brimful.trainer.storage.weights import load_weights, read_tensors, weights_of_run
 
-TASKS = ("text-classification", "token-classification", "sentence-pairs", "language-model")
+TASKS = ("text-classification", "language-model")
 """Recipes whose models are of transformers, by their name in `Job.about`."""
 
 
@@ -78,7 +77,7 @@ class RecipeRun:
         return find_text_model(
             self.model,
             self.tokenizer,
-            head=head_of(self.task, 0 if self.classes is None else len(self.classes)),
+            num_labels=len(self.classes or ()) if self.task == "text-classification" else None,
             sequence_length=self.sequence_length,
             lora=self.lora,
             quantization=self.quantization if is_quantised else None,

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from brimful.codec import DOCUMENT_BYTES, read_regular_file
@@ -20,7 +19,6 @@ from brimful.recipes.label_types import Records, of_one_type
 
 Columns = Mapping[str, str]
 """Names of columns in a file, by the option of the recipe that names them, such as `text_column`."""
-NO_COLUMNS: Columns = MappingProxyType({})
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -39,8 +37,7 @@ class Row:
 
     where: str
     values: tuple[str, ...]
-    lists: tuple[tuple[str, ...], ...] = ()
-    """For each requested column of lists, its values."""
+    labels: tuple[str, ...] = ()
 
 
 def read_text(path: Path, encoding: str) -> str:
@@ -88,25 +85,24 @@ def read_rows(
     columns: Columns,
     encoding: str,
     *,
-    lists: Columns = NO_COLUMNS,
-    labels: str | None = None,
-    separator: str = ",",
+    label_column: str | None = None,
+    label_separator: str | None = None,
 ) -> Iterator[Row | BadSample]:
     """Read the rows of a file, in order: each with its values as text, or why it cannot be used.
 
-    The file is a .csv or .tsv file with a header, or a .jsonl file of objects. Columns in `lists` have several
-    values each: a list in JSON, else text that is split at `separator`, which is not empty. `labels` is the
-    column of labels: rows of JSON whose labels are of another type than most, texts among numbers or numbers
-    among texts, cannot be used.
+    The file is a .csv or .tsv file with a header, or a .jsonl file of objects. `label_column` has one label per
+    row; with a `label_separator`, which is not empty, several: a list in JSON, else text that is split there.
+    Rows cannot be used if a label is NaN, as pandas and NumPy write a missing label, or, in JSON, of another
+    type than most: a text among numbers, or a number among texts.
 
     Raises `UsageError` if the file or a column does not exist, and `DataError` if the file is not in that
     encoding.
     """
     text = read_text(path, encoding)
     suffix = path.suffix.lower()
-    named = {**columns, **lists}
+    named = {**columns, **({} if label_column is None else {"label_column": label_column})}
     if suffix in _JSON_LINES:
-        records = of_one_type(_json_lines(path, text, named), labels)
+        records = of_one_type(_json_lines(path, text, named), label_column)
     elif suffix in _DELIMITERS:
         records = _table(path, text, _DELIMITERS[suffix], named)
     else:
@@ -115,7 +111,7 @@ def read_rows(
         yield (
             record
             if isinstance(record, BadSample)
-            else _row(where, record, tuple(columns.values()), tuple(lists.values()), separator)
+            else _row(where, record, tuple(columns.values()), label_column, label_separator)
         )
 
 
@@ -199,35 +195,40 @@ def _row(
     where: str,
     record: dict[str, Any],
     columns: Sequence[str],
-    lists: Sequence[str],
-    separator: str,
+    label_column: str | None,
+    label_separator: str | None,
 ) -> Row | BadSample:
     values: list[str] = []
-    of_lists: list[tuple[str, ...]] = []
+    labels: tuple[str, ...] = ()
     for name in columns:
         text, why = _as_text(record.get(name))
         if why is not None:
             return BadSample(where=where, why=f"{name!r}: {why}")
         values.append(text)
-    for name in lists:
-        several, why = _as_texts(record.get(name), separator)
+    if label_column is not None:
+        labels, why = _as_labels(record.get(label_column), label_separator)
         if why is not None:
-            return BadSample(where=where, why=f"{name!r}: {why}")
-        of_lists.append(several)
-    return Row(where=where, values=tuple(values), lists=tuple(of_lists))
+            return BadSample(where=where, why=f"{label_column!r}: {why}")
+    if any(label.lower() == "nan" for label in labels):
+        return BadSample(where=where, why="the label is NaN; rename the class if it is one")
+    return Row(where=where, values=tuple(values), labels=labels)
 
 
-def _as_texts(value: Any, separator: str) -> tuple[tuple[str, ...], str | None]:
-    """A value as texts, perhaps none, and why it cannot be used as texts, or None."""
-    if isinstance(value, str):
+def _as_labels(value: Any, separator: str | None) -> tuple[tuple[str, ...], str | None]:
+    """A value as labels, perhaps none, and why it cannot be used as labels, or None.
+
+    Without a `separator` it is one label.
+    """
+    if separator is not None and isinstance(value, str):
         value = [part for part in map(str.strip, value.split(separator)) if part]
-    texts: list[str] = []
-    for part in value if isinstance(value, list) else [value]:
+    is_list = separator is not None and isinstance(value, list)
+    labels: list[str] = []
+    for part in value if is_list else [value]:
         text, why = _as_text(part)
         if why is not None:
-            return (), why if not isinstance(value, list) else f"entry {len(texts) + 1}: {why}"
-        texts.append(text.strip())
-    return tuple(texts), None
+            return (), f"entry {len(labels) + 1}: {why}" if is_list else why
+        labels.append(text.strip())
+    return tuple(labels), None
 
 
 def _as_text(value: Any) -> tuple[str, str | None]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,39 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from brimful.errors import UsageError
-from brimful.job import Batch, Job
+from brimful.job import Batch, Data, Job
 from brimful.models.checks import check_multiple
 from brimful.recipes.bad_samples import BadSamples
-from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import split_at_random
-from brimful.recipes.classes import (
-    accuracy,
-    balanced_weights,
-    count,
-    count_samples,
-    loss,
-    split_by_class,
-    warn_without_validation,
-)
-from brimful.recipes.heads import text_classifier
-from brimful.recipes.labelled_rows import (
-    LabelsOf,
-    class_names,
-    contents,
-    good_rows,
-    rows_of_known_classes,
-)
-from brimful.recipes.multi_label import (
-    multi_label_counts,
-    multi_label_loss,
-    multi_label_scores,
-    positive_weights,
-    targets_of,
-)
-from brimful.recipes.rows import NO_COLUMNS, Row, read_rows
-from brimful.recipes.splits import split_or_both
+from brimful.recipes.classes import one_label, warn_without_validation
+from brimful.recipes.labelled_rows import class_names, contents, good_rows, rows_of_known_classes
+from brimful.recipes.multi_label import several_labels, targets_of
+from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.samples import check_fraction, digest, sample, split_at_random, split_by_class
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
 
 # B texts, T tokens, C classes
 
@@ -117,36 +93,28 @@ def text_classification(
     if multi_label and not label_separator:
         raise UsageError("label_separator is empty; give the character between labels, such as a comma.")
     bad = BadSamples.parse(bad_samples)
-    labels = {"label_column": label_column}
-    columns = {"text_column": text_column, **({} if multi_label else labels)}
+    columns = {"text_column": text_column, **({} if multi_label else {"label_column": label_column})}
     if pair_column is not None:
         columns["pair_column"] = pair_column
-    labels_of: LabelsOf = _several if multi_label else _label
 
     def read(path: Path) -> list[Row]:
-        lists = labels if multi_label else NO_COLUMNS
-        rows = read_rows(path, columns, encoding, lists=lists, labels=label_column, separator=label_separator)
-        return good_rows(rows, path, bad, labels_of=labels_of)
+        separator = label_separator if multi_label else None
+        rows = read_rows(path, columns, encoding, label_column=label_column, label_separator=separator)
+        return good_rows(rows, path, bad)
 
     rows = read(Path(file))
-    classes = class_names((label for row in rows for label in labels_of(row)), file)
+    classes = class_names(rows, file)
     found = find_text_model(
         model,
         tokenizer,
-        head=text_classifier(len(classes)),
+        num_labels=len(classes),
         sequence_length=sequence_length,
         lora=lora,
         quantization=quantize,
     )
-    of_validation = None
+    of_validation = []
     if validation_file is not None:
-        of_validation = rows_of_known_classes(read(Path(validation_file)), classes, bad, labels_of=labels_of)
-
-    def choose(texts: TokenizedTexts) -> tuple[list[int], list[int]]:
-        if multi_label:
-            return split_at_random(len(texts), validation_fraction, seed)
-        return split_by_class(_numbers(texts), validation_fraction, seed)
-
+        of_validation = rows_of_known_classes(read(Path(validation_file)), classes, bad)
     encode = partial(
         _encode,
         model=found,
@@ -155,13 +123,26 @@ def text_classification(
         has_pairs=pair_column is not None,
         multi_label=multi_label,
     )
-    split = split_or_both(rows, of_validation, encode=encode, choose=choose)
-    training, validation = split.training, split.validation
+    training = encode(rows)
+    if validation_file is not None:
+        validation = encode(of_validation)
+    else:
+        for_training, for_validation = (
+            split_at_random(len(training), validation_fraction, seed)
+            if multi_label
+            else split_by_class(_numbers(training), validation_fraction, seed)
+        )
+        training, validation = training.some(for_training), training.some(for_validation)
     warn_without_validation(classes, _numbers(validation))
-    task = _task(training, len(classes), multi_label=multi_label, balance_classes=balance_classes)
+    labels: Any = [entry["labels"] for entry in training.entries]
+    objective = (
+        several_labels(labels, logits_of=_logits, balances=balance_classes)
+        if multi_label
+        else one_label(labels, len(classes), logits_of=_logits, balances=balance_classes)
+    )
     has_types = "token_type_ids" in training.padding
     vocab_size = found.tokenizer.vocab_size
-    longest = split.padded_length()
+    longest = rounded_up(max(training.lengths + validation.lengths))
 
     def make_samples(samples: int) -> Batch:
         shape = (samples, longest)
@@ -174,66 +155,35 @@ def text_classification(
         }
         return batch | ({"token_type_ids": torch.zeros(shape, dtype=torch.int64)} if has_types else {})
 
+    def data() -> Data:
+        has_sample = training_metrics and len(validation) > 0
+        return Data(
+            train=training,
+            validation=validation if len(validation) else None,
+            training_sample=training.some(sample(len(training), len(validation), seed)) if has_sample else None,
+            longest=training.longest,
+        )
+
     return Job(
+        **objective,
         model=found.build,
         weights=found.weights,
-        loss=task.loss,
-        count=task.count,
         batch=make_samples,
         optimizer=found.optimizer,
-        data=lambda: split.data(training_metrics=training_metrics, seed=seed),
-        metrics=task.metrics,
-        summarize=task.summarize,
+        data=data,
         name=f"{Path(file).stem}-{Path(model).name}",
         about={
             "task": "text-classification",
             **found.about,
             "classes": list(classes),
-            "columns": [*columns.values(), *(labels.values() if multi_label else ())],
+            "columns": [*columns.values(), *((label_column,) if multi_label else ())],
             "sequence_length": sequence_length,
             "balance_classes": balance_classes,
             **({"multi_label": True} if multi_label else {}),
             "training_texts": len(training),
             "validation_texts": len(validation),
-            "data": digest(contents((*rows, *(of_validation or ())))),
+            "data": digest(contents((*rows, *of_validation), multi_label=multi_label)),
         },
-    )
-
-
-def _label(row: Row) -> tuple[str]:
-    return (row.values[1].strip(),)
-
-
-def _several(row: Row) -> tuple[str, ...]:
-    return row.lists[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
-    """Loss, count and metrics, which differ between one label per text and several."""
-
-    loss: Callable[..., Tensor]
-    count: Callable[[Batch], Tensor | int]
-    metrics: Callable[..., dict[str, Tensor]]
-    summarize: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
-
-
-def _task(encoded: TokenizedTexts, classes: int, *, multi_label: bool, balance_classes: bool) -> _Task:
-    """The loss and metrics, weighted by the classes of the training texts if asked."""
-    labels: Any = [entry["labels"] for entry in encoded.entries]
-    if multi_label:
-        weights = positive_weights(labels) if balance_classes else None
-        return _Task(
-            loss=partial(multi_label_loss, logits_of=_logits, positive_weights=weights),
-            count=count_samples,
-            metrics=partial(multi_label_counts, logits_of=_logits),
-            summarize=multi_label_scores,
-        )
-    weights = balanced_weights(labels, classes) if balance_classes else None
-    return _Task(
-        loss=partial(loss, logits_of=_logits, class_weights=weights),
-        count=count_samples if weights is None else partial(count, class_weights=weights),
-        metrics=partial(accuracy, logits_of=_logits),
     )
 
 
@@ -252,13 +202,13 @@ def _encode(
         warnings.warn(
             f"{cut} of {len(rows)} texts have more than {most_tokens} tokens; what is beyond is cut off"
             f"{', first of the longer of a pair' if pairs else ''}.",
-            stacklevel=4,
+            stacklevel=3,
         )
     numbers = {name: number for number, name in enumerate(classes)}
     labels: list[Any] = (
-        [targets_of(_several(row), classes) for row in rows]
+        [targets_of(row.labels, classes) for row in rows]
         if multi_label
-        else [numbers[_label(row)[0]] for row in rows]
+        else [numbers[row.labels[0]] for row in rows]
     )
     has_types = any("token_type_ids" in entry for entry in encoded)
     return TokenizedTexts(

@@ -17,11 +17,10 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.files import is_directory
 from brimful.models import find_architecture
 from brimful.models.huggingface import attention
-from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS, text_encoder
+from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.optimizers import NamedOptimizer, named_optimizer
 from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
 from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
-from brimful.recipes.heads import Head, without_pooler
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
 from brimful.recipes.weights import check_most_is_loaded, names_of_tensors, unreadable, warn_new
 
@@ -64,24 +63,25 @@ def find_text_model(
     name: Path | str,
     tokenizer: Path | str | None,
     *,
-    head: Head,
+    num_labels: int | None,
     sequence_length: int,
     lora: str | None = None,
     quantization: str | None = None,
 ) -> TextModel:
     """Find a model, built in or a directory saved by transformers, and its tokenizer; the model is not built.
 
-    `tokenizer` is a directory or a `tokenizer.json`, or "bytes"; None uses that of the model's directory, or
-    bytes for a built-in model. `sequence_length` is the maximum of tokens per sample. `lora` has the adapters
-    to train over frozen weights, see `LoraOptions.parse`; None trains all weights. `quantization` is one of
-    `adapters.QUANTIZATIONS`, for the frozen weights.
+    `num_labels` is the number of classes; None finds a language model. `tokenizer` is a directory or a
+    `tokenizer.json`, or "bytes"; None uses that of the model's directory, or bytes for a built-in model.
+    `sequence_length` is the maximum of tokens per sample. `lora` has the adapters to train over frozen weights,
+    see `LoraOptions.parse`; None trains all weights. `quantization` is one of `adapters.QUANTIZATIONS`, for the
+    frozen weights.
 
     Raises `UnknownNameError` if `name` is neither, and `UsageError` if the directory has no such model, or it
     cannot take the tokenizer, the length or adapters.
     """
     adapters = None if lora is None else LoraOptions.parse(lora)
     check_quantization(quantization, has_adapters=adapters is not None)
-    known = LANGUAGE_MODELS if head.is_language_model else TEXT_CLASSIFIERS
+    known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
     has_directory, is_built_in = is_directory(Path(name)), str(name) in known
     if has_directory and is_built_in:
         raise UsageError(
@@ -90,48 +90,52 @@ def find_text_model(
         )
     if not has_directory and not is_built_in:
         raise UnknownNameError(
-            head.what, str(name), known, hint="A directory that transformers saved does too."
+            _kind(num_labels), str(name), known, hint="A directory that transformers saved does too."
         )
     read_from = name if has_directory and tokenizer is None else tokenizer
     found = find_tokenizer(read_from)
     about = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
     if is_built_in:
-        model = _built_in(str(name), found, about, head, sequence_length)
+        model = _built_in(str(name), found, about, num_labels, sequence_length)
     else:
         keeps_dtype = adapters is not None  # frozen weights need no float32
-        model = _of_directory(Path(name), found, about, head, sequence_length, keeps_dtype=keeps_dtype)
+        model = _of_directory(Path(name), found, about, num_labels, sequence_length, keeps_dtype=keeps_dtype)
     if adapters is None:
         return model
-    return _with_adapters(model, adapters, quantization, head=head)
+    return _with_adapters(model, adapters, quantization, is_classifier=num_labels is not None)
 
 
-def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, head: Head) -> TextModel:
+def _kind(num_labels: int | None) -> str:
+    return "language model" if num_labels is None else "text classifier"
+
+
+def _with_adapters(
+    model: TextModel, lora: LoraOptions, quantization: str | None, *, is_classifier: bool
+) -> TextModel:
     def build() -> nn.Module:
-        return adapted(model.build(), lora, quantization, head=head, trains_pooler=model.lacks_pooler)
+        return adapted(
+            model.build(),
+            lora,
+            quantization,
+            is_classifier=is_classifier,
+            trains_pooler=model.lacks_pooler,
+        )
 
     added = {"lora": str(lora)} | ({} if quantization is None else {"quantization": quantization})
     return replace(model, build=build, about=model.about | added, has_adapters=True)
 
 
 def _built_in(
-    name: str, tokenizer: Tokenizer, about: dict[str, str], head: Head, sequence_length: int
+    name: str, tokenizer: Tokenizer, about: dict[str, str], num_labels: int | None, sequence_length: int
 ) -> TextModel:
     padding = 0 if tokenizer.padding is None else tokenizer.padding
-    vocab_size = tokenizer.vocab_size
-    if head.is_language_model:
-        build = find_architecture(name, sequence_length=sequence_length, vocab_size=vocab_size).model
-    else:
-        build = text_encoder(
-            name,
-            class_suffix=head.class_suffix,
-            sequence_length=sequence_length,
-            num_labels=head.num_labels,
-            vocab_size=vocab_size,
-            pad_token_id=padding,
-        )
+    of_classifier = {} if num_labels is None else {"num_labels": num_labels, "pad_token_id": padding}
+    build = find_architecture(
+        name, sequence_length=sequence_length, vocab_size=tokenizer.vocab_size, **of_classifier
+    ).model
     assert callable(build)
     return TextModel(
-        build=partial(_built, head, build),
+        build=build,
         weights=None,
         tokenizer=tokenizer,
         padding=padding,
@@ -144,7 +148,7 @@ def _of_directory(
     directory: Path,
     tokenizer: Tokenizer,
     about: dict[str, str],
-    head: Head,
+    num_labels: int | None,
     sequence_length: int,
     *,
     keeps_dtype: bool,
@@ -155,28 +159,27 @@ def _of_directory(
         raise UsageError(
             f"{directory} is read with transformers, which is not installed: pip install transformers."
         ) from error
-    make: Any = getattr(transformers, head.auto_class)
+    make: Any = (
+        transformers.AutoModelForCausalLM
+        if num_labels is None
+        else transformers.AutoModelForSequenceClassification
+    )
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises whatever its files lead to
         raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
-    if head.is_encoder and getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"{directory} has an encoder and a decoder, and a text has no target to decode. Give an "
-            "encoder, such as one of BERT or XLM-RoBERTa, or a decoder."
-        )
     config.use_cache = False
-    if head.num_labels is not None:
-        config.num_labels = head.num_labels
+    if num_labels is not None:
+        config.num_labels = num_labels
         config.problem_type = "single_label_classification"
     if getattr(config, "pad_token_id", None) is None:  # a classifier finds the last token of a text by it
         config.pad_token_id = tokenizer.end if tokenizer.padding is None else tokenizer.padding
     _check_sizes(directory, config, tokenizer, sequence_length)
     dtype = (getattr(config, "dtype", None) if keeps_dtype else None) or torch.float32
-    build = _builder(directory, make, config, head, sequence_length, dtype)
-    if head.is_language_model:
+    build = _builder(directory, make, config, num_labels, sequence_length, dtype)
+    if num_labels is None:
         _check_causal(directory, build)
     has_weights = any((directory / f"{name}{end}").exists() for name in _WEIGHTS for end in ("", ".index.json"))
     if not has_weights:
@@ -185,7 +188,7 @@ def _of_directory(
     own_end = getattr(config, "eos_token_id", None)
     if end is None and isinstance(own_end, int) and own_end < tokenizer.vocab_size:
         end = own_end
-    load = partial(_load_pretrained, make=make, directory=directory, config=config, head=head, dtype=dtype)
+    load = partial(_load_pretrained, make=make, directory=directory, config=config, dtype=dtype)
     return TextModel(
         build=build,
         weights=load if has_weights else None,
@@ -193,7 +196,7 @@ def _of_directory(
         padding=config.pad_token_id or 0,
         end=end,
         about=about | {"starts_from": "pretrained weights" if has_weights else "random weights"},
-        lacks_pooler=keeps_dtype and head.has_pooler and has_weights and not _has_pooler(directory),
+        lacks_pooler=keeps_dtype and num_labels is not None and has_weights and not _has_pooler(directory),
     )
 
 
@@ -218,21 +221,22 @@ def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_le
 
 
 def _builder(
-    directory: Path, make: Any, config: Any, head: Head, sequence_length: int, dtype: torch.dtype
+    directory: Path, make: Any, config: Any, num_labels: int | None, sequence_length: int, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
     """A function that builds the model with the first attention implementation that it supports.
 
     Each implementation is tried on meta tensors.
     """
     kinds = ["sdpa", "eager"]
-    if head.is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
+    if num_labels is None and _masks_what_is_ahead_alone(config, sequence_length):
         kinds.insert(0, attention(causal=True))
     refusals = []
     for kind in kinds:
 
         def build(kind: str = kind) -> nn.Module:
             model: Any = make.from_config(config, attn_implementation=kind, dtype=dtype)
-            return without_pooler(head, model.to(dtype))
+            built: nn.Module = model.to(dtype)
+            return built
 
         try:
             with torch.device("meta"):
@@ -241,7 +245,8 @@ def _builder(
             refusals.append(error)
         else:
             return build
-    raise UsageError(f"transformers makes no {head.what} of {directory}: {refusals[-1]}") from refusals[-1]
+    kind = _kind(num_labels)
+    raise UsageError(f"transformers makes no {kind} of {directory}: {refusals[-1]}") from refusals[-1]
 
 
 def _masks_what_is_ahead_alone(config: Any, sequence_length: int) -> bool:
@@ -264,13 +269,7 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
         )
 
 
-def _built(head: Head, build: Callable[[], nn.Module]) -> nn.Module:
-    return without_pooler(head, build())
-
-
-def _load_pretrained(
-    model: nn.Module, *, make: Any, directory: Path, config: Any, head: Head, dtype: torch.dtype
-) -> None:
+def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any, dtype: torch.dtype) -> None:
     """Load weights through transformers, which maps old names of tensors; a new head keeps its random ones."""
     try:
         with silent_transformers():
@@ -285,7 +284,6 @@ def _load_pretrained(
             )
     except Exception as error:  # transformers raises whatever its files lead to
         raise unreadable(directory, error) from error
-    pretrained = without_pooler(head, pretrained)
     new = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     new &= pretrained.state_dict().keys()
     check_most_is_loaded(pretrained, directory, [name for name in pretrained.state_dict() if name not in new])

@@ -60,20 +60,16 @@ class TokenizedTexts:
         """A subset of the samples."""
         return replace(self, entries=[self.entries[index] for index in indices])
 
-    def most_tokens(self, name: str = "input_ids") -> int:
-        """The length of the longest entry called `name`."""
-        return max(self.lengths(name), default=0)
-
-    def lengths(self, name: str) -> list[int]:
-        """The length of each sample's entry called `name`."""
-        return [len(entry[name]) for entry in self.entries]  # type: ignore[arg-type]
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each sample."""
+        return [len(entry["input_ids"]) for entry in self.entries]  # type: ignore[arg-type]
 
     def _tensor(self, name: str, part: NDArray[Any] | int) -> Any:
         return torch.as_tensor(part).long() if name in self.padding else part
 
     def _buckets(self, size: int, seed: int) -> LengthBuckets:
-        lengths = torch.tensor([self.lengths(name) for name in self.padding]).sum(0)
-        return LengthBuckets(lengths, size, seed=seed)
+        return LengthBuckets(self.lengths, size, seed=seed)
 
 
 def rounded_up(tokens: int) -> int:

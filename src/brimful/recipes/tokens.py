@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,43 +22,6 @@ Encoded = dict[str, Tokens]
 """One tokenized text: `input_ids`, and `token_type_ids` if the model distinguishes the texts of a pair."""
 
 
-class Tokenizer(Protocol):
-    """Converts texts to tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
-
-    @property
-    def end(self) -> int | None:
-        """The token that ends a text; None if not known."""
-
-    @property
-    def padding(self) -> int | None:
-        """The padding token; None if not known."""
-
-    def encode(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
-    ) -> tuple[list[Encoded], int]:
-        """Tokenize texts with the special tokens that a classifier expects, and truncate those too long.
-
-        `pairs` has a second text for each, or is None. `most_tokens` is the maximum of a text, or of a pair.
-        Returns the tokens of each text, and the number of truncated texts.
-        """
-
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences of words, separated by spaces, with special tokens; truncate those too long.
-
-        Returns for each sentence its tokens, at most `most_tokens`, and for each token the index of the word
-        that it is the first of, or None.
-        """
-
-    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize whole texts without special tokens."""
-
-
 class Bytes:
     """Uses each UTF-8 byte as a token, after three special tokens.
 
@@ -73,7 +36,11 @@ class Bytes:
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Tokenize texts, each with an end token; see `Tokenizer`."""
+        """Tokenize texts, each with an end token, and truncate those too long.
+
+        `pairs` has a second text for each, or is None. `most_tokens` is the maximum of a text, or of a pair.
+        Returns the tokens of each text, and the number of truncated texts.
+        """
         of_texts = [self.encode_plain(texts)] + ([] if pairs is None else [self.encode_plain(pairs)])
         encoded, cut = [], 0
         for parts in zip(*of_texts, strict=True):
@@ -82,21 +49,6 @@ class Bytes:
             with_ends = [np.append(part[:share], self.end) for part, share in zip(parts, shares, strict=True)]
             encoded.append({"input_ids": np.concatenate(with_ends).astype(np.int32)})
         return encoded, cut
-
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences, each with an end token; see `Tokenizer`."""
-        encoded = []
-        for words in sentences:
-            firsts: list[int | None] = []
-            for index, word in enumerate(words):
-                firsts += [*([None] if index else []), index, *[None] * (len(word.encode()) - 1)]
-            (tokens,) = self.encode_plain([" ".join(words)])
-            kept = most_tokens - 1
-            whole = np.append(tokens[:kept], np.int32(self.end)).astype(np.int32)
-            encoded.append((whole, [*firsts[:kept], None]))
-        return encoded
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """The bytes of texts."""
@@ -147,12 +99,14 @@ class Pretrained:
         ends = (*own, *(vocabulary.get(name) for name in _ENDS))
         self.vocab_size = len(self._tokenizer)
         self.end: int | None = next((token for token in ends if token is not None), None)
+        """The token that ends a text; None if not known."""
         self.padding: int | None = self._tokenizer.pad_token_id
+        """The padding token; None if not known."""
 
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Tokenize texts with special tokens; see `Tokenizer`."""
+        """Tokenize texts with the special tokens that a classifier expects; see `Bytes.encode`."""
         encoded: list[Encoded] = []
         too_long: list[int] = []
         for start in range(0, len(texts), _AT_ONCE):
@@ -183,34 +137,12 @@ class Pretrained:
             for row in zip(*columns.values(), strict=True)
         ]
 
-    def encode_words(
-        self, sentences: Sequence[Sequence[str]], most_tokens: int
-    ) -> list[tuple[Tokens, list[int | None]]]:
-        """Tokenize sentences as inference tokenizes their text; see `Tokenizer`."""
-        if not self._tokenizer.is_fast:
-            raise UsageError(
-                f"the tokenizer {type(self._tokenizer).__name__} does not say which characters its tokens "
-                "are of, so words cannot be labelled. Give a directory with a tokenizer.json."
-            )
-        encoded = []
-        for start in range(0, len(sentences), _AT_ONCE):
-            some = sentences[start : start + _AT_ONCE]
-            texts = [" ".join(words) for words in some]
-            found = self._tokenizer(
-                texts, truncation=True, max_length=most_tokens, return_offsets_mapping=True, verbose=False
-            )
-            for words, text, tokens, offsets in zip(
-                some, texts, found["input_ids"], found["offset_mapping"], strict=True
-            ):
-                encoded.append((np.asarray(tokens, dtype=np.int32), _first_tokens(words, text, offsets)))
-        return encoded
-
     def save(self, directory: Path) -> None:
         """Write the tokenizer for `from_pretrained`; files in the directory are overwritten."""
         self._tokenizer.save_pretrained(str(directory))
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Tokenize texts without special tokens; see `Tokenizer`."""
+        """Tokenize whole texts without special tokens."""
         encoded: list[Tokens] = []
         for start in range(0, len(texts), _AT_ONCE):
             some = list(texts[start : start + _AT_ONCE])
@@ -219,20 +151,7 @@ class Pretrained:
         return encoded
 
 
-def _first_tokens(words: Sequence[str], text: str, offsets: Sequence[tuple[int, int]]) -> list[int | None]:
-    """For each token, the index of the word that it is the first of, or None.
-
-    Some tokenizers count the space before a word to its first token, or make a token of it.
-    """
-    word_at = [index for index, word in enumerate(words) for _ in range(len(word) + 1)]
-    firsts: list[int | None] = []
-    seen = -1
-    for start, end in offsets:
-        blank = len(text[start:end]) - len(text[start:end].lstrip())
-        is_first = start + blank < end and word_at[start + blank] > seen
-        seen = word_at[start + blank] if is_first else seen
-        firsts.append(seen if is_first else None)
-    return firsts
+Tokenizer = Bytes | Pretrained
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:

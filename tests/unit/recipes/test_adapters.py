@@ -12,13 +12,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import UnknownNameError, UsageError
-from brimful.recipes import (
-    language_model,
-    save_pretrained,
-    sentence_pairs,
-    text_classification,
-    token_classification,
-)
+from brimful.recipes import language_model, save_pretrained, text_classification
 from brimful.recipes.adapters import QUANTIZATIONS, LoraOptions, quantise_linear_layers
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -202,30 +196,6 @@ def test_adapters_are_loaded_by_peft_and_merged_weights_by_transformers(
         whole = made.from_pretrained(merged).eval()(tokens).logits
     torch.testing.assert_close(whole, adapted, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(before, adapted, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("task", ["token-classification", "sentence-pairs"])
-def test_adapters_of_other_heads_are_written_and_merged(models: Path, task: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"model": models / "distilbert", "tokenizer": "bytes", "sequence_length": 16}
-    if task == "token-classification":
-        (tmp_path / "a.conll").write_text("".join(f"film O\nn{n} B-X\n\n" for n in range(24)))
-        job = token_classification(tmp_path / "a.conll", lora="r=4,alpha=16", quantize="nf4", **options)
-        made = transformers.AutoModelForTokenClassification
-    else:
-        rows = [f"film {n},n{n}" for n in range(24)]
-        (tmp_path / "a.csv").write_text("\n".join(["text,pair", *rows]))
-        job = sentence_pairs(tmp_path / "a.csv", lora="r=4,alpha=16", quantize="nf4", **options)
-        made = transformers.AutoModel
-    train(job, tmp_path / "run", 2)
-    assert peft.PeftConfig.from_pretrained(save_pretrained(tmp_path / "run")).r == 4
-    base = made.from_pretrained(models / "distilbert").eval()
-    merged = made.from_pretrained(save_pretrained(tmp_path / "run", tmp_path / "merged", merge=True)).eval()
-    tokens = torch.randint(3, 264, (2, 16))
-    with torch.no_grad():
-        before = base(tokens)[0]
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "pretrained").eval()(tokens)[0]
-        torch.testing.assert_close(merged(tokens)[0], adapted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(before, adapted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

@@ -138,6 +138,15 @@ def test_rows_without_labels_are_samples_and_missing_labels_are_bad_rows(tmp_pat
         classify(tmp_path / "none.csv", bert)
 
 
+def test_lists_with_labels_of_another_type_are_bad_rows(tmp_path: Path, bert: Path) -> None:
+    rows = [{"text": "a film", "label": labels} for labels in ([0, 1], [0], ["good"], [1])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(
+        DataError, match=r"1 of 4 .*\n.*:3: 'label': 'good' is a text, and of 3 rows it is a num"
+    ):
+        classify(tmp_path / "rows.jsonl", bert)
+
+
 def test_balancing_leaves_labels_of_all_texts_or_of_none_as_they_are() -> None:
     targets = [targets_of(labels, ("all", "none", "some")) for labels in (["all", "some"], ["all"], ["all"])]
     assert positive_weights(targets).tolist() == [1, 1, 2]
