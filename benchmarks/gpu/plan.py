@@ -220,7 +220,7 @@ def measured_rows(
 
 def _measured(job: Job, told: dict[str, Any], dry: bool) -> dict[str, Any]:
     try:
-        measured, _ = measure(job, settings_from_json(told["settings"]), dry=dry, keeps_history=False)
+        measured = measure(job, settings_from_json(told["settings"]), dry=dry)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error)[:200]}
     except Exception as error:  # the other ways are measured nevertheless
