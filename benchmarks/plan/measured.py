@@ -24,8 +24,8 @@ from brimful.profiling.named_device import resolve_device
 from brimful.settings import Settings
 from machine import RESULTS, Rows
 from plan.bench import Bench, Outcome
+from plan.jobs import SMALL_JOBS, PlannedJob
 from plan.peers import PEERS
-from plan.small_jobs import SMALL_JOBS, SmallJob
 
 BUDGETS = (0.45, 0.60, 0.80)
 NAME = "plan_measured.json"
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"{RESULTS / NAME}: {json.dumps(found)}")
 
 
-def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
+def compare(small: PlannedJob, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
     """One job at some budgets."""
     job = small.make()
     bench = Bench(job, resolve_device("cpu"), small.global_batch_size)
