@@ -16,11 +16,9 @@ BENCHMARKS = (
     "cpu_job_zoo.py",
     "published.py",
     "step_time.py",
-    "memory_format.py",
     "estimate_speed.py",
     "demo_runs.py",
     "plan/simulated.py",
-    "plan/wrapping.py",
     "plan/published.py",
 )
 

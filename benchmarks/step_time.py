@@ -3,9 +3,9 @@
     python benchmarks/step_time.py [--unprepared]
 
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
-and `zoo/`. With `--unprepared`: what users wrote who followed the documentation, and the jobs of `job_zoo/`
-that train in brimful's loop without `torch.compile`, as one micro-batch. Of those, the kinds in `DEVELOPED_ON`
-were looked at when the CPU's cost model was last changed; the others are held out.
+and `zoo/`. With `--unprepared`: the ResNet of the examples, and the jobs of `job_zoo/` that train in brimful's
+loop without `torch.compile`, as one micro-batch. Of those, the kinds in `DEVELOPED_ON` were looked at when the
+CPU's cost model was last changed; the others are held out.
 
 Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first. Measured: the median
 of some steps of `measure_step`, made several times in a process of the row's own: in a process that trained
@@ -42,7 +42,6 @@ from brimful.settings import Settings
 from cpu_truth import MODELS
 from job_zoo import JOBS, JobCase
 from machine import keep
-from unprepared import electrocardiogram, speech
 from zoo import ZOO
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -127,9 +126,6 @@ def is_timed(case: JobCase) -> bool:
 
 
 UNPREPARED = (
-    Row(name="speech, bidirectional GRU, CTC", job=speech, micro_batch_size=16),
-    Row(name="speech, bidirectional GRU, CTC", job=speech, micro_batch_size=4),
-    Row(name="electrocardiogram, dilated depthwise convolutions", job=electrocardiogram, micro_batch_size=8),
     Row(name="digits (examples/digits.py)", job=digits, micro_batch_size=128),
     *(of_job_zoo(case) for case in JOBS if is_timed(case)),
 )

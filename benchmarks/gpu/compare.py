@@ -3,9 +3,9 @@
     PYTHONPATH=src python3 benchmarks/gpu/compare.py
     PYTHONPATH=src python3 benchmarks/gpu/compare.py --only resnet     # prints, writes nothing
 
-`record.py` predicts before it measures, with the code of that day. This predicts the same steps with the code
-that is here, on a CPU, in some two minutes, and writes benchmarks/results/gpu_predicted.json: for each step
-predicted and measured bytes and their errors; for all of them medians, before and now.
+The record has predictions of the day on which it was made. This predicts the same steps with
+the code that is here, on a CPU, in some two minutes, and writes benchmarks/results/gpu_predicted.json: for each
+step predicted and measured bytes and their errors; for all of them medians, before and now.
 """
 
 from __future__ import annotations

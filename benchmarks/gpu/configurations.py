@@ -27,8 +27,6 @@ class Configuration:
     recomputes: bool = False
     """Whether every unit is recomputed."""
     optimizer: str | None = None
-    history: bool = False
-    """Whether its allocations are written to a file; at most `MOST_HISTORIES` are."""
 
     def job(self, *, toy: bool) -> Job:
         return self.make_job(toy=toy)
@@ -36,10 +34,6 @@ class Configuration:
     def samples(self, *, toy: bool) -> int:
         """The micro-batch: small where the model is."""
         return 2 if toy else self.micro_batch_size
-
-
-MOST_HISTORIES = 6
-"""They become fixtures of tests; more would tell little that is new."""
 
 
 def _lora(make_job: Callable[..., Job], *, toy: bool) -> Job:
@@ -64,14 +58,14 @@ def _configurations() -> tuple[Configuration, ...]:
         return make(name=name, make_job=job, precision=precision, micro_batch_size=samples, **more)
 
     return (
-        each("gpt2-bf16", gpt2, bf16, 8, history=True),
-        each("resnet50-fp32", resnet, fp32, 64, history=True),
-        each("llama-bf16", four_layers, bf16, 2, history=True),
+        each("gpt2-bf16", gpt2, bf16, 8),
+        each("resnet50-fp32", resnet, fp32, 64),
+        each("llama-bf16", four_layers, bf16, 2),
         each("vit-fp32", vit, fp32, 32),
         each("t5-fp32", jobs.t5, fp32, 8),
-        each("unet-fp32", jobs.unet, fp32, 8, history=True),
-        each("gpt2-bf16-recompute", gpt2, bf16, 8, recomputes=True, history=True),
-        each("llama-bf16-lora", partial(_lora, llama), bf16, 2, history=True),
+        each("unet-fp32", jobs.unet, fp32, 8),
+        each("gpt2-bf16-recompute", gpt2, bf16, 8, recomputes=True),
+        each("llama-bf16-lora", partial(_lora, llama), bf16, 2),
         each("vit-bf16", vit, bf16, 64),
         each("resnet50-bf16", resnet, bf16, 64),
         each("gpt2-fp16-accumulate", gpt2, fp16, 4, gradient_accumulation_steps=4),
@@ -98,4 +92,3 @@ def _configurations() -> tuple[Configuration, ...]:
 
 
 CONFIGURATIONS: dict[str, Configuration] = {each.name: each for each in _configurations()}
-assert sum(each.history for each in CONFIGURATIONS.values()) <= MOST_HISTORIES

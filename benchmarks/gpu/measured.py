@@ -22,10 +22,9 @@ from brimful.optimizers import make_optimizer
 from brimful.profiling import PeakMemory, peak_memory, repeated_step
 from brimful.settings import Settings
 from brimful.transforms import apply_units
-from gpu.allocations import Entry, start_history, stop_history
 
-RECORDED_STEPS = 3
-"""Steps whose allocations are recorded: optimizer state is made in the first, the third is steady."""
+FIRST_STEPS = 3
+"""Steps before the timed ones: optimizer state is made in the first, the third is steady."""
 TIMED_STEPS = 3
 """Steps after those; their median is the time."""
 DRY_STEPS = 1
@@ -40,27 +39,18 @@ def measure(
     settings: Settings,
     *,
     dry: bool,
-    keeps_history: bool,
     then: Callable[[Callable[[], object]], dict[str, Any]] | None = None,
-) -> tuple[dict[str, Any], list[Entry]]:
-    """Run real steps.
+) -> dict[str, Any]:
+    """What real steps took.
 
     Args:
         job: Its model is built here, with weights that are drawn on the device.
         settings: How the steps are carried out.
         dry: On the CPU, few steps, under the profiler; their times mean nothing. Else on the first GPU.
-        keeps_history: Whether to record the allocations of the model and the first steps, on a GPU.
         then: Called with what runs a step, after the others; what it returns is among what was measured.
-
-    Returns:
-        What was measured, and the history, empty if none was kept.
     """
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
     set_up_allocator(settings, device)
-    keeps_history = keeps_history and not dry
-    history: list[Entry] = []
-    if keeps_history:
-        start_history()
     start = time.perf_counter()
     torch.manual_seed(0)
     with _large_weights_undrawn():
@@ -78,7 +68,7 @@ def measure(
     losses: list[float] = []
     updated: list[bool] = []
     with matmul_precision(settings.precision):
-        for step in range(DRY_STEPS if dry else RECORDED_STEPS + TIMED_STEPS):
+        for _ in range(DRY_STEPS if dry else FIRST_STEPS + TIMED_STEPS):
             with peak_memory(model, optimizer, device, batch=batch) as peak:
                 began = time.perf_counter()
                 outcome = run()
@@ -86,13 +76,11 @@ def measure(
                 seconds.append(time.perf_counter() - began)
                 updated.append(outcome.updated)
             peaks.append(peak)
-            if keeps_history and step + 1 == RECORDED_STEPS:
-                history = stop_history(device)
         found = {} if then is None else then(run)
     applied.remove()
     measured = _measurement(peaks, seconds) | {"losses": losses, "updated": updated} | found
     measured["measurement_seconds"] = round(time.perf_counter() - start, 2)
-    return measured | ({} if dry else _allocator_counters(device)), history
+    return measured | ({} if dry else _allocator_counters(device))
 
 
 def _measurement(peaks: list[PeakMemory], seconds: list[float]) -> dict[str, Any]:

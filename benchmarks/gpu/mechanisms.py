@@ -274,7 +274,7 @@ def _predicted(job: bf.Job, settings: Settings, device: bf.Device) -> dict[str, 
 
 
 def _measured(job: bf.Job, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
-    measured, _ = measure(job, settings, dry=options.dry, keeps_history=False)
+    measured = measure(job, settings, dry=options.dry)
     kept = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds")
     return {f"measured_{name}": measured[f"measured_{name}"] for name in kept} | {
         name: measured[name] for name in ("losses", "updated", "measurement_seconds")
@@ -504,7 +504,7 @@ def _profiled(job: bf.Job, settings: Settings, options: argparse.Namespace) -> d
             "kernel_microseconds_by_name": dict(sorted(kernels.items(), key=lambda each: -each[1][1])),
         }
 
-    measured, _ = measure(job, settings, dry=options.dry, keeps_history=False, then=profile)
+    measured = measure(job, settings, dry=options.dry, then=profile)
     kept = (
         "undisturbed_step_seconds",
         "kernel_seconds",

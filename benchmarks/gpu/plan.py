@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,15 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import torch  # noqa: E402
 
-from brimful import Job, Precision, find_architecture  # noqa: E402
+from brimful import Job  # noqa: E402
 from brimful.profiling.named_device import resolve_device  # noqa: E402
 from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import settings_from_json, settings_to_json  # noqa: E402
 from gpu.measured import measure  # noqa: E402
 from machine import RESULTS, commit, machine  # noqa: E402
 from plan.bench import Bench, Outcome  # noqa: E402
+from plan.jobs import JOBS, SMALL_JOBS, PlannedJob  # noqa: E402
 from plan.peers import PEERS  # noqa: E402
-from plan.small_jobs import SMALL_JOBS  # noqa: E402
 
 SETTINGS = "gpu_plan_settings.json"
 RECORD = "gpu_plan.json"
@@ -51,25 +51,12 @@ HOPELESS = 1.5
 """Predicted peak over the budget from which settings are not run: a choice, to save time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A model and its global batch."""
-
-    make: Callable[[], Job]
-    global_batch_size: int
-    precision: Precision
-
-
 FULL = {
-    name: Compared(
-        make=lambda name=name: find_architecture(name), global_batch_size=size, precision=Precision.BF16
-    )
-    for name, size in (("bert-large", 32), ("resnet152", 128), ("vit-large", 128), ("llama-3.2-1b", 8))
+    name: next(each for each in JOBS if each.name == name)
+    for name in ("bert-large", "resnet152", "vit-large", "llama-3.2-1b")
 }
 TOY = {
-    small.name: Compared(make=small.make, global_batch_size=8, precision=Precision.FP32)
-    for small in SMALL_JOBS
-    if small.name in ("bert", "resnet50")
+    each.name: replace(each, global_batch_size=8) for each in SMALL_JOBS if each.name in ("bert", "resnet50")
 }
 
 
@@ -105,7 +92,7 @@ def main() -> None:
         record(models, options)
 
 
-def chosen_rows(name: str, compared: Compared, device_name: str, dry: bool) -> Iterator[dict[str, Any]]:
+def chosen_rows(name: str, compared: PlannedJob, device_name: str, dry: bool) -> Iterator[dict[str, Any]]:
     """What every way to train would do at each budget."""
     device = resolve_device(device_name)
     bench = Bench(compared.make(), device, compared.global_batch_size, compared.precision)
@@ -137,7 +124,7 @@ def _told(outcome: object) -> dict[str, Any] | None:
     }
 
 
-def record(models: dict[str, Compared], options: argparse.Namespace) -> None:
+def record(models: dict[str, PlannedJob], options: argparse.Namespace) -> None:
     """Measure model by model, and write what there is after each."""
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
@@ -188,7 +175,7 @@ def _run_worker(name: str, options: argparse.Namespace, seconds: float) -> tuple
 
 
 def measured_rows(
-    name: str, models: dict[str, Compared], options: argparse.Namespace
+    name: str, models: dict[str, PlannedJob], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Measure one model under every way that was chosen; what runs out of memory says so."""
     job = models[name].make()
@@ -220,7 +207,7 @@ def measured_rows(
 
 def _measured(job: Job, told: dict[str, Any], dry: bool) -> dict[str, Any]:
     try:
-        measured, _ = measure(job, settings_from_json(told["settings"]), dry=dry, keeps_history=False)
+        measured = measure(job, settings_from_json(told["settings"]), dry=dry)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error)[:200]}
     except Exception as error:  # the other ways are measured nevertheless

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,27 +26,6 @@ class Outcome:
     peak_device_bytes: int
     peak_allocated_bytes: int
     step_seconds: float
-    notes: dict[str, Any] = field(default_factory=dict)
-    """What else is to be told of it, such as what a planner itself said."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A way to train that no capture tells, only a real run."""
-
-    job: Job
-    """Trained in the place of the bench's."""
-    settings: Settings
-    peak_bytes: int
-    """Measured, allocated."""
-    notes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """Why there is no outcome."""
-
-    why: str
 
 
 class Bench:
@@ -141,7 +120,7 @@ class Bench:
         settings = replace(self.plain, micro_batch_size=size, gradient_accumulation_steps=steps)
         return self.capture(replace(settings, units=self.all_units(Action.RECOMPUTE)))
 
-    def outcome(self, settings: Settings, **notes: Any) -> Outcome:
+    def outcome(self, settings: Settings) -> Outcome:
         """What a capture of some settings says."""
         captured = self.capture(replace(settings, expandable_segments=False))
         trace = replace(captured, settings=settings).with_last_step_again()
@@ -151,7 +130,6 @@ class Bench:
             peak_device_bytes=estimate.predicted_peak_device_bytes,
             peak_allocated_bytes=estimate.predicted_peak_allocated_bytes,
             step_seconds=estimate.predicted_step_seconds,
-            notes=notes,
         )
 
     def largest_that_fits(self, actions: tuple[UnitAction, ...], budget_bytes: int) -> Outcome:
@@ -176,12 +154,10 @@ class Bench:
         return peak > 1.05 * budget_bytes
 
 
-def told(way: Outcome | Failure | None, plain: Outcome, budget_bytes: int) -> dict[str, Any] | None:
-    """A way as the JSON tells it: None where there is none to tell, `failed` where a tool could not."""
+def told(way: Outcome | None, plain: Outcome, budget_bytes: int) -> dict[str, Any] | None:
+    """A way as the JSON tells it: None where there is none to tell."""
     if way is None:
         return None
-    if isinstance(way, Failure):
-        return {"failed": way.why}
     return {
         "settings": way.settings.describe(),
         "peak_device_bytes": way.peak_device_bytes,
@@ -189,5 +165,4 @@ def told(way: Outcome | Failure | None, plain: Outcome, budget_bytes: int) -> di
         "within_budget": way.peak_device_bytes <= budget_bytes,
         "step_seconds": way.step_seconds,
         "overhead": round(way.step_seconds / plain.step_seconds - 1, 4),
-        **way.notes,
     }

@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,13 @@ import brimful as bf
 from brimful.profiling.named_device import resolve_device
 from brimful.settings import Settings
 from machine import RESULTS, Rows
-from plan.activation_budget import ActivationBudget
-from plan.bench import Bench, Failure, Outcome, Run, told
-from plan.peers import PEERS, torch_planners
-from plan.small_jobs import SMALL_JOBS, SmallJob
+from plan.bench import Bench, Outcome
+from plan.jobs import SMALL_JOBS, PlannedJob
+from plan.peers import PEERS
 
 BUDGETS = (0.45, 0.60, 0.80)
 NAME = "plan_measured.json"
 CLOSE = 0.05
-COMPILED_PLAIN, COMPILED = "compiled, all budget", "compiled, activation_memory_budget"
-
-Way = Outcome | Run | Failure | None
 
 
 def main() -> None:
@@ -57,18 +53,16 @@ def main() -> None:
     print(f"{RESULTS / NAME}: {json.dumps(found)}")
 
 
-def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
+def compare(small: PlannedJob, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
     """One job at some budgets."""
     job = small.make()
     bench = Bench(job, resolve_device("cpu"), small.global_batch_size)
     plain = bench.plain_outcome()
-    planners, compiler = torch_planners(bench), ActivationBudget(bench)
     for fraction in fractions:
         budget_bytes = int(plain.peak_device_bytes * fraction)
-        ways: dict[str, Way] = {"ours": bench.plan(budget_bytes)}
-        ways |= {name: peer(bench, budget_bytes) for name, peer in (PEERS | planners).items()}
-        ways |= {COMPILED_PLAIN: compiler.run(1.0), COMPILED: compiler.within(budget_bytes)}
-        measured = measure_all(job, [way for way in ways.values() if isinstance(way, Outcome | Run)])
+        ways = {"ours": bench.plan(budget_bytes)}
+        ways |= {name: peer(bench, budget_bytes) for name, peer in PEERS.items()}
+        measured = measure_all(job, [way.settings for way in ways.values() if way is not None])
         row = {
             "job": small.name,
             "model": job.name,
@@ -76,9 +70,7 @@ def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, A
             "budget_fraction": fraction,
             "budget_bytes": budget_bytes,
             "ways": {
-                name: _told(way, measured[_key(job, way)], budget_bytes)
-                if isinstance(way, Outcome | Run)
-                else told(way, plain, budget_bytes)
+                name: None if way is None else _told(way, measured[way.settings], budget_bytes)
                 for name, way in ways.items()
             },
         }
@@ -86,57 +78,43 @@ def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, A
         yield row
 
 
-def _key(job: bf.Job, way: Outcome | Run) -> tuple[bf.Job, Settings]:
-    return (way.job if isinstance(way, Run) else job), way.settings
+def measure_all(job: bf.Job, settings: Iterable[Settings]) -> dict[Settings, tuple[int, float]]:
+    """Peak and step time by settings; equal ones are measured once."""
+    seconds: dict[Settings, list[float]] = {each: [] for each in settings}
+    peaks: dict[Settings, int] = {}
+    for order in (list(seconds), list(seconds)[::-1]):
+        for each in order:
+            measurement = bf.measure(job, each, "cpu")
+            seconds[each].append(measurement.measured_step_seconds)
+            peaks[each] = measurement.measured_peak_allocated_bytes
+    return {each: (peaks[each], min(seconds[each])) for each in seconds}
 
 
-def measure_all(job: bf.Job, ways: Sequence[Outcome | Run]) -> dict[Any, tuple[int, float]]:
-    """Peak and step time of each by job and settings; equal ones are measured once."""
-    distinct = list(dict.fromkeys(_key(job, way) for way in ways))
-    seconds: dict[Any, list[float]] = {key: [] for key in distinct}
-    peaks: dict[Any, int] = {}
-    for order in (distinct, distinct[::-1]):
-        for key in order:
-            measurement = bf.measure(*key, "cpu")
-            seconds[key].append(measurement.measured_step_seconds)
-            peaks[key] = measurement.measured_peak_allocated_bytes
-    return {key: (peaks[key], min(seconds[key])) for key in distinct}
-
-
-def _told(way: Outcome | Run, measured: tuple[int, float], budget_bytes: int) -> dict[str, Any]:
+def _told(way: Outcome, measured: tuple[int, float], budget_bytes: int) -> dict[str, Any]:
     peak_bytes, step_seconds = measured
-    found = {
+    return {
         "settings": way.settings.describe(),
         "measured_peak_bytes": peak_bytes,
         "measured_within_budget": peak_bytes <= budget_bytes,
         "measured_step_seconds": step_seconds,
-        **way.notes,
-    }
-    if isinstance(way, Run):
-        return found
-    return found | {
         "predicted_peak_bytes": way.peak_device_bytes,
         "predicted_step_seconds": way.step_seconds,
         "step_error": round(way.step_seconds / step_seconds - 1, 4),
     }
 
 
-def _was_measured(way: dict[str, Any] | None) -> bool:
-    return way is not None and "failed" not in way
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the project asks: within budget, errors, and whether the plan is the fastest measured."""
     ours = [row["ways"]["ours"] for row in rows if row["ways"]["ours"] is not None]
     ways = (way for row in rows for way in row["ways"].values())
-    predicted = [way for way in ways if way is not None and "step_error" in way]
+    predicted = [way for way in ways if way is not None]
     fastest = close = 0
     for row in rows:
         mine = row["ways"]["ours"]
         others = [
             way["measured_step_seconds"]
             for name, way in row["ways"].items()
-            if name != "ours" and _was_measured(way) and way["measured_within_budget"]
+            if name != "ours" and way is not None and way["measured_within_budget"]
         ]
         if mine is None or not others:
             continue
@@ -159,11 +137,8 @@ def _line(row: dict[str, Any]) -> str:
     def cell(way: dict[str, Any] | None) -> str:
         if way is None:
             return "-"
-        if "failed" in way:
-            return "failed"
         over = "" if way["measured_within_budget"] else " over"
-        error = f" ({way['step_error']:+.0%})" if "step_error" in way else ""
-        return f"{way['measured_step_seconds']:.3f} s{error}{over}"
+        return f"{way['measured_step_seconds']:.3f} s ({way['step_error']:+.0%}){over}"
 
     ways = "  ".join(f"{name} {cell(way)}" for name, way in row["ways"].items())
     ours = row["ways"]["ours"]

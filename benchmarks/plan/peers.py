@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 
 from brimful.planner.problem.savable_ops import unit_calls
 from brimful.settings import Action, UnitAction, op_kind
 from brimful.trace import Trace, unit_of_each_op
-from plan.bench import Bench, Failure, Outcome
-
-SAC_MILP = "sac_milp, whole batch"
-SAC_MILP_SPLIT = "sac_milp, largest micro-batch"
+from plan.bench import Bench, Outcome
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
@@ -19,7 +15,7 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 Rule = Callable[[Bench], tuple[UnitAction, ...] | None]
 """The actions of all units; None where the rule says nothing of such a model."""
 
-Peer = Callable[[Bench, int], Outcome | Failure | None]
+Peer = Callable[[Bench, int], Outcome | None]
 """What comes of a budget in bytes; None where the peer says nothing of such a model."""
 
 
@@ -94,18 +90,3 @@ PEERS: dict[str, Peer] = {
     "torchtitan selective": _largest_that_fits(torchtitan_selective),
     "attention only": _largest_that_fits(attention_only),
 }
-
-
-def torch_planners(bench: Bench) -> dict[str, Peer]:
-    """Torch's own planners on one bench; those whose packages are not installed say so."""
-    missing = [name for name in ("pulp", "pwlf") if find_spec(name) is None]
-    if missing:
-        failure = Failure(why=f"not installed: {', '.join(missing)}; pip install pulp pwlf")
-        return {SAC_MILP: lambda _bench, _budget: failure}
-    from plan.sac_milp import SacMilp
-
-    tool = SacMilp(bench)
-    return {
-        SAC_MILP: lambda _bench, budget_bytes: tool.whole_batch(budget_bytes),
-        SAC_MILP_SPLIT: lambda _bench, budget_bytes: tool.largest_micro_batch(budget_bytes),
-    }

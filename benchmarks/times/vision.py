@@ -44,9 +44,8 @@ from times.kernel_classes import (
     plain_roofline_seconds,
     seconds_without_input_copies,
 )
-from times.same_model import differs
-from times.sample import rows_of
 from times.summary import by, plain_roofline_of, summary_of
+from times.timm_rows import differs, rows_of
 
 DEVICE = "RTX 3090"
 PROCESSES = 2
@@ -120,18 +119,15 @@ def try_capture(
     make_job: Callable[[bool], bf.Job],
     settings: bf.Settings,
     device: Device,
-    *,
-    steps: int = 1,
-    evaluates: bool = False,
 ) -> Trace | str:
     """Captured steps, or why there is none; a model that reads its weights is built with real ones."""
     try:
         try:
-            return capture_step(make_job(False), settings, device, steps=steps, evaluates=evaluates)
+            return capture_step(make_job(False), settings, device)
         except bf.BrimfulError as error:
             if "reads its weights while it is built" not in str(error):
                 raise
-            return capture_step(make_job(True), settings, device, steps=steps, evaluates=evaluates)
+            return capture_step(make_job(True), settings, device)
     except Exception as error:  # a name that today's timm does not have, among others
         return f"{type(error).__name__}: {str(error)[:300]}"
 

@@ -142,5 +142,6 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+    is_of_the_past = page.name == "CHANGELOG.md"  # entries name files that were there then
     for path in re.findall(r"`((?:tests|src|benchmarks|scripts|examples)/[\w/.]+\w)`", text):
-        assert (ROOT / path).exists(), path
+        assert is_of_the_past or (ROOT / path).exists(), path

@@ -4,7 +4,6 @@ Every comparison is `torch.equal`, as in `test_recompute.py`.
 """
 
 import copy
-import gc
 import random
 import weakref
 from collections.abc import Callable
@@ -12,30 +11,34 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_units
 from brimful.transforms.segments import Call
 from helpers.models import GPT, Block, ResNet, vgg
-from helpers.trained_alike import Loss, assert_identical, mean_square, nesting, recomputing, train
+from helpers.trained_alike import (
+    WIDTH,
+    Loss,
+    assert_identical,
+    images,
+    mean_square,
+    nesting,
+    next_token,
+    recomputing,
+    tokens,
+    train,
+    vectors,
+    without_collection,
+)
 
-WIDTH = 16
+__all__ = ["without_collection"]
 BLOCKS = tuple(f"blocks.{i}" for i in range(6))
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def vectors(samples: int = 4, count: int = 2) -> list[Tensor]:
-    return [torch.randn(samples, WIDTH) for _ in range(count)]
-
-
-def next_token(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
 class Ran:
@@ -114,11 +117,10 @@ def test_a_transformer_with_dropout_and_a_tied_weight(
     segments: tuple[tuple[str, ...], ...], runs_again: int, precision: Precision, ran: Ran
 ) -> None:
     """Masks drawn in the forward are drawn in the forward that runs again and in the recomputation."""
-    batches = [torch.randint(40, (2, 12)) for _ in range(2)]
     assert_nests_identically(
         GPT(layers=6),
         nesting(*segments),
-        batches,
+        tokens(),
         ran,
         runs_again=runs_again,
         loss=next_token,
@@ -129,14 +131,12 @@ def test_a_transformer_with_dropout_and_a_tied_weight(
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_a_resnet_counts_its_batch_norms_once(precision: Precision, ran: Ran) -> None:
     units = tuple(f"layer{stage}.{i}" for stage in (1, 2, 3) for i in range(2))
-    images = [torch.randn(4, 3, 16, 16) for _ in range(2)]
-    assert_nests_identically(ResNet(), nesting(units), images, ran, runs_again=5, precision=precision)
+    assert_nests_identically(ResNet(), nesting(units), images(), ran, runs_again=5, precision=precision)
 
 
 def test_runs_of_a_sequential(ran: Ran) -> None:
-    images = [torch.randn(4, 3, 16, 16) for _ in range(2)]
     units = ("0[0..4]", "0[5..8]", "0[9..9]", "1")
-    assert_nests_identically(vgg(), nesting(units), images, ran, runs_again=3)
+    assert_nests_identically(vgg(), nesting(units), images(), ran, runs_again=3)
 
 
 def test_accumulated_gradients(ran: Ran) -> None:
@@ -423,16 +423,7 @@ class Storages:
         return [seen() is not None for seen in self._seen]
 
 
-@pytest.fixture
-def _no_garbage_collection():
-    """What reference cycles keep is not freed, and so is seen."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_inputs_of_nested_units_are_not_there_between_forward_and_backward() -> None:
     """The last unit's result is the norm's input, which is kept."""
     (batch,) = [torch.randint(40, (2, 12))]
@@ -455,7 +446,7 @@ def test_inputs_of_nested_units_are_not_there_between_forward_and_backward() -> 
         assert storages.there() == [False] * 6, name
 
 
-@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_a_graph_that_is_dropped_without_a_backward_leaves_nothing() -> None:
     model = Chain(*(linear() for _ in range(3)))
     apply_units(model, nesting(PARTS))
@@ -468,7 +459,7 @@ def test_a_graph_that_is_dropped_without_a_backward_leaves_nothing() -> None:
     assert given() is None
 
 
-@pytest.mark.usefixtures("_no_garbage_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_inputs_made_again_are_gone_as_their_units_backwards_are() -> None:
     """In the backward of a segment's unit, of inputs made again only those of units before it are there."""
     model = Chain(*(linear() for _ in range(4)))

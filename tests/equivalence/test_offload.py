@@ -5,13 +5,10 @@ Only where tensors are held changes, the same kernels run on the same numbers, s
 """
 
 import copy
-import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,9 +19,19 @@ from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.transforms import apply_units, offload
 from brimful.transforms.host_link import to_device, to_device_done, to_host, to_host_done
 from helpers.models import GPT, ResNet, UNet, vgg
-from helpers.trained_alike import Loss, assert_identical, mean_square, train
+from helpers.trained_alike import (
+    WIDTH,
+    Loss,
+    assert_identical,
+    images,
+    mean_square,
+    next_token,
+    tokens,
+    train,
+    without_collection,
+)
 
-WIDTH = 16
+__all__ = ["without_collection"]
 KEEP, RECOMPUTE, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
 
 
@@ -47,18 +54,6 @@ def offloading(*units: str, last: str) -> Settings:
 
 def vectors(samples: int = 16, count: int = 2) -> list[Tensor]:
     return [torch.randn(samples, WIDTH) for _ in range(count)]
-
-
-def images(samples: int = 4, count: int = 2) -> list[Tensor]:
-    return [torch.randn(samples, 3, 16, 16) for _ in range(count)]
-
-
-def tokens(samples: int = 2, count: int = 2) -> list[Tensor]:
-    return [torch.randint(40, (samples, 12)) for _ in range(count)]
-
-
-def next_token(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
 class Transfers(TorchDispatchMode):
@@ -333,15 +328,7 @@ class Watches(nn.Module):
         self.seen.append((when, sum(ref() is not None for ref in self.made)))
 
 
-@pytest.fixture
-def _without_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_without_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_what_is_saved_is_gone_between_the_next_units_forward_and_its_backward() -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
     unit, watch, later = Saves(made), Watches(made), Watches(made)
@@ -387,7 +374,7 @@ def test_copies_come_back_when_the_next_units_backward_begins_and_are_waited_for
     assert transfers.counts[to_device_done] == 1
 
 
-@pytest.mark.usefixtures("_without_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_a_backward_leaves_nothing_behind() -> None:
     """Neither on the device nor on the host, although the loss and with it the graph is held."""
     items: list[weakref.ref[object]] = []
@@ -408,7 +395,7 @@ def test_a_backward_leaves_nothing_behind() -> None:
     assert all(item() is None for item in items)
 
 
-@pytest.mark.usefixtures("_without_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_a_graph_that_is_dropped_takes_its_copies_along() -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Saves(made), nn.Linear(WIDTH, 1))
@@ -473,7 +460,7 @@ def test_parameters_inputs_results_and_small_tensors_stay(monkeypatch: pytest.Mo
     assert transfers.counts[to_host] == 0
 
 
-@pytest.mark.usefixtures("_without_collection")
+@pytest.mark.usefixtures("without_collection")
 def test_what_others_hold_stays() -> None:
     """Sent, as nobody can know, but neither dropped nor fetched."""
     held = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from brimful.errors import PartialUpdateError, UsageError
 from brimful.execution import host_optimizer
 from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.memory import most_held_bytes, predict_memory
-from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
 from brimful.trace import Category, Phase
@@ -30,21 +28,9 @@ from brimful.transforms import host_link
 from helpers.faults import OutOfMemoryAt
 from helpers.late_streams import garbage, stand_in_for_streams
 from helpers.tiny_jobs import Net, all_samples, make_job
+from helpers.updates import OPTIMIZERS, Deep, assert_same, deep_job
 
 ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, offload_optimizer=True)
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-    "adamw foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-    "adamw fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2),
-    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
-    "muon": named_optimizer("muon", learning_rate=1e-2),
-    "no decay on vectors": named_optimizer("adamw", learning_rate=1e-2, weight_decay=0.1),
-}
 
 
 @pytest.fixture
@@ -57,11 +43,6 @@ def trained(settings: Settings, **options: Any) -> tuple[Trainer, Any]:
     job = make_job(optimizer=options.pop("optimizer", OPTIMIZERS["adamw"]))
     trainer = Trainer(job, settings, device="cpu", **{"show_progress": False, "steps": 4} | options)
     return trainer, trainer.fit()
-
-
-def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 class Layouts(nn.Module):
@@ -233,28 +214,6 @@ def test_under_fp16_the_curve_is_that_of_plain_training() -> None:
     _, expected = trained(replace(fp16, offload_optimizer=False), **fused)
     _, result = trained(fp16, **fused)
     assert result.losses == expected.losses
-
-
-class Deep(nn.Module):
-    """So many weights that they are most of what a step takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layers(x)
-        return made
-
-
-def deep_job(**changes: Any) -> bf.Job:
-    values: dict[str, Any] = {
-        "model": Deep,
-        "loss": lambda model, x: model(x).square().mean(),
-        "batch": lambda n: torch.randn(n, 64),
-        "optimizer": "adamw",
-    }
-    return bf.Job(**values | changes)
 
 
 @pytest.mark.usefixtures("small_buckets")

@@ -17,37 +17,29 @@ from torch.utils.checkpoint import checkpoint
 import brimful as bf
 from brimful.errors import EquivalenceError, NonFiniteError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
-from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
 from brimful.trainer import Trainer
+from helpers import updates
 from helpers.faults import OutOfMemoryAt
 from helpers.models import GPT
 from helpers.tiny_jobs import RECOMPUTE, Net, all_samples, make_job
+from helpers.updates import Deep, assert_same
 
 IN_BACKWARD = Settings(micro_batch_size=8, optimizer_in_backward=True)
 NUMBERS_BYTES = 12
 """Tensors of one number that ops make inside of Python's numbers: `div_` by one takes three."""
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
-    "adamw foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
-    "adamw fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
-    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
-    "muon": named_optimizer("muon", learning_rate=1e-2),
+OPTIMIZERS = {
+    name: updates.OPTIMIZERS[name]
+    for name in ("adamw", "adamw foreach", "adamw fused", "sgd", "adafactor", "muon")
 }
+deep_job = partial(updates.deep_job, model=partial(Deep, has_unused=True))
 
 
 def trained(job: Job, settings: Settings, **options: Any) -> tuple[nn.Module, Any]:
     trainer = Trainer(job, settings, device="cpu", **{"show_progress": False, "steps": 4} | options)
     result = trainer.fit()
     return trainer.model, result
-
-
-def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    for name, parameter in expected.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -90,29 +82,6 @@ def test_under_bf16_too() -> None:
     plain, _ = trained(gpt_job(), in_bfloat16(Settings(micro_batch_size=8)))
     model, _ = trained(gpt_job(), in_bfloat16(IN_BACKWARD))
     assert_same(model, plain)
-
-
-class Deep(nn.Module):
-    """So many weights that they are most of what a step takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-        self.unused = nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.layers(x)
-        return made
-
-
-def deep_job(**changes: Any) -> Job:
-    values: dict[str, Any] = {
-        "model": Deep,
-        "loss": lambda model, x: model(x).square().mean(),
-        "batch": lambda n: torch.randn(n, 64),
-        "optimizer": "adamw",
-    }
-    return Job(**values | changes)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw foreach", "adamw fused", "sgd", "adafactor"])

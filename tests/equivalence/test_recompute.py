@@ -25,49 +25,26 @@ from brimful.settings import Precision, Settings
 from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet, UNet, double_convolution, vgg
 from helpers.trained_alike import (
+    WIDTH,
+    Between,
     assert_identical,
     assert_trains_identically,
+    images,
     mean_square,
     nesting,
+    next_token,
     recomputing,
+    tokens,
     train,
+    vectors,
 )
 from job_zoo import JobCase
 from job_zoo.steps import planned_peak_bytes
-
-WIDTH = 16
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
-
-
-def vectors(samples: int = 4, count: int = 2) -> list[Tensor]:
-    return [torch.randn(samples, WIDTH) for _ in range(count)]
-
-
-def images(samples: int = 4, count: int = 2, size: int = 16) -> list[Tensor]:
-    return [torch.randn(samples, 3, size, size) for _ in range(count)]
-
-
-def tokens(samples: int = 2, count: int = 2) -> list[Tensor]:
-    return [torch.randint(40, (samples, 12)) for _ in range(count)]
-
-
-def next_token(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
-
-class Between(nn.Module):
-    """A linear layer, the part under test as `unit`, a linear layer."""
-
-    def __init__(self, unit: nn.Module) -> None:
-        super().__init__()
-        self.first, self.unit, self.last = nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.unit(self.first(x)))
 
 
 # Whole models.

@@ -4,6 +4,7 @@ Whichever ops are saved: every one alone, all of them, and sets drawn at random.
 """
 
 import copy
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -18,9 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brimful.settings import Precision, Settings, op_kind
 from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet
-from helpers.trained_alike import Loss, assert_identical, mean_square, recomputing, saving, train
+from helpers.trained_alike import (
+    WIDTH,
+    Between,
+    Loss,
+    assert_identical,
+    mean_square,
+    next_token,
+    recomputing,
+    saving,
+    train,
+    without_collection,
+)
 
-WIDTH = 16
+__all__ = ["without_collection"]
 
 
 class _Named(TorchDispatchMode):
@@ -58,15 +70,6 @@ def assert_saves_alike(
     apply_units(other, saving(unit, *ops))
     plain = train(model, batches, loss=loss, precision=precision, steps=2)
     assert_identical(plain, train(other, batches, loss=loss, precision=precision, steps=2))
-
-
-class Between(nn.Module):
-    def __init__(self, unit: nn.Module) -> None:
-        super().__init__()
-        self.first, self.unit, self.last = nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.unit(self.first(x)))
 
 
 class Draws(nn.Module):
@@ -133,10 +136,6 @@ def test_any_set_of_ops(data: st.DataObject) -> None:
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_blocks_of_a_transformer_with_a_tied_weight(precision: Precision) -> None:
     """Under autocast the recomputation casts weights that the forward found cast already."""
-
-    def next_token(model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
-
     torch.manual_seed(0)
     batches = [torch.randint(40, (2, 12)) for _ in range(2)]
     for ops in (("addmm#0", "addmm#2", "attention#0"), ("attention#0",), ("_to_copy#0", "_to_copy#1")):
@@ -220,32 +219,25 @@ def test_a_second_backward_recomputes_what_was_saved_and_used() -> None:
     assert torch.equal(model.first.weight.grad, other.first.weight.grad)
 
 
+@pytest.mark.usefixtures("without_collection")
 def test_results_are_freed_with_the_graph() -> None:
     """No cycle holds what was saved when the loss is dropped without a backward."""
-    import gc
-    import weakref
-
     model = Between(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
     apply_units(model, saving("unit", "tanh#0"))
-    gc.collect()
-    gc.disable()
-    try:
-        storages: list[weakref.ref[Any]] = []
+    storages: list[weakref.ref[Any]] = []
 
-        class Watching(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                out = func(*args, **(kwargs or {}))
-                if op_kind(str(func)) == "tanh":
-                    storages.append(weakref.ref(out.untyped_storage()))
-                return out
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if op_kind(str(func)) == "tanh":
+                storages.append(weakref.ref(out.untyped_storage()))
+            return out
 
-        with Watching():
-            value = mean_square(model, torch.randn(4, WIDTH))
-        assert storages[0]() is not None
-        del value
-        assert storages[0]() is None
-    finally:
-        gc.enable()
+    with Watching():
+        value = mean_square(model, torch.randn(4, WIDTH))
+    assert storages[0]() is not None
+    del value
+    assert storages[0]() is None
 
 
 # Where the numbers of ops may mean others than the plan's.

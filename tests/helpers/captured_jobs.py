@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,25 @@ def rows(samples: int) -> dict[str, Tensor]:
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def loop_of(
+    loss: Callable[..., Tensor],
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    *,
+    every: int = 1,
+) -> Callable[[nn.Module, Iterable[Any]], None]:
+    """A user's training loop that makes a step after every so many batches."""
+
+    def loop(model: nn.Module, batches: Iterable[Any]) -> None:
+        made = optimizer(model.parameters())
+        for number, batch in enumerate(batches, start=1):
+            loss(model, batch).backward()
+            if number % every == 0:
+                made.step()
+                made.zero_grad()
+
+    return loop
 
 
 def job(

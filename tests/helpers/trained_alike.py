@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.execution.precision import autocast
@@ -16,8 +19,47 @@ from brimful.transforms import apply_units
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
+WIDTH = 16
+
+
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).float().square().mean()
+
+
+def next_token(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def vectors(samples: int = 4, count: int = 2) -> list[Tensor]:
+    return [torch.randn(samples, WIDTH) for _ in range(count)]
+
+
+def images(samples: int = 4, count: int = 2) -> list[Tensor]:
+    return [torch.randn(samples, 3, 16, 16) for _ in range(count)]
+
+
+def tokens(samples: int = 2, count: int = 2) -> list[Tensor]:
+    return [torch.randint(40, (samples, 12)) for _ in range(count)]
+
+
+class Between(nn.Module):
+    """A linear layer, the part under test as `unit`, a linear layer."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.first, self.unit, self.last = nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.unit(self.first(x)))
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    """What reference cycles keep is not freed, and so is seen."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def recomputing(*units: str) -> Settings:

@@ -7,14 +7,15 @@ shrinks them here. Each read has little time and memory, and hostile content wou
 from __future__ import annotations
 
 import faulthandler
-import gzip
 import json
+import os
 import resource
 import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -45,7 +46,7 @@ from brimful.recipes.pretrained import RecipeRun, read_recipe_run
 from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
-from brimful.settings import Precision
+from brimful.settings import Action, ChunkedLoss, Precision, UnitAction
 from brimful.trainer.storage import relaunch
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
@@ -150,14 +151,75 @@ def train(run: Path, steps: int) -> Any:
     ).fit()
 
 
+HOW = bf.Settings(
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    units=(
+        UnitAction(fqn="0", action=Action.SAVE, saved=("mm#0",)),
+        UnitAction(fqn="[1..2]", action=Action.OFFLOAD, most_offloaded_bytes=7),
+    ),
+    chunked_loss=ChunkedLoss(layer="head", chunks=2),
+)
+BEFORE, AFTER = bf.Settings(micro_batch_size=4), bf.Settings(micro_batch_size=2)
+T4 = find_device("T4")
+JOB = JobKind(
+    device=T4, job="gpt", parameter_count=1000, precision=Precision.FP32, optimizer="adamw", world_size=1
+)
+FACTORS = JobCalibration(
+    device="Tesla T4",
+    job="gpt",
+    parameter_count=1000,
+    precision=Precision.FP32,
+    optimizer="adamw",
+    time_factor=1.25,
+    peak_factor=0.9,
+    measured_steps=5,
+    measured_on="2026-11-24",
+)
+CALIBRATIONS, JOB_CALIBRATIONS = f"brimful/{calibrate.GPU_CACHE_FILE}", "job_calibrations.json"
+TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+RECIPE = {
+    "task": "language-model",
+    "model": "gpt2",
+    "tokenizer": "bytes",
+    "sequence_length": 16,
+    "files": ["a"],
+}
+USERS: dict[str, str] = TABLES | {
+    "prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n",
+    "prices.json": '{"L4": 0.8}',
+    "job.json": json.dumps(RECIPE),
+    INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}}),
+}
+"""Content of files that brimful did not write, by name."""
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan, a trace, a calibration, and a run of two steps of three."""
+    """A plan, a trace, calibrations, what a launch left, users' files, and a run of two steps of three."""
     folder = tmp_path_factory.mktemp("written")
-    bf.plan(job(), device="T4", global_batch_size=4).save(folder / "plan.json")
-    bf.capture_trace(job(), bf.Settings(micro_batch_size=4), "T4").save(folder / "trace.json")
+    plan = replace(bf.plan(job(), device="T4", global_batch_size=4), settings=HOW)
+    plan.save(folder / "plan.json")
+    for name in ("trace.json", "trace.json.gz"):
+        bf.capture_trace(job(), BEFORE, "T4").save(folder / name)
     train(folder / "run", 2)
+    relaunch.write_fallback(folder, BEFORE, AFTER, RECOVERY)
+    with caches_in(folder):
+        key = calibrate._cache_key(T4)
+        keep(calibrate.GPU_CACHE_FILE, "gpus", key, CALIBRATION, what="a test's calibration")
+        keep_job_calibration(JOB, FACTORS)
+    save_file({"a.pooler": torch.zeros(2)}, folder / TENSORS)
+    for name, content in USERS.items():
+        (folder / name).write_text(content)
     return folder
+
+
+@contextmanager
+def caches_in(folder: Path) -> Iterator[None]:
+    """What is measured is kept in a folder."""
+    jobs = patch("brimful.profiling.job_calibrations.FILE", str(folder / JOB_CALIBRATIONS))
+    with patch.dict(os.environ, XDG_CACHE_HOME=str(folder)), jobs:
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -172,49 +234,143 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check_round_trip(found: Any, again: Path, load: Callable[[Path], Any]) -> None:
-    """A record that was accepted can be written, and is read as it was."""
-    if found is not None:
-        found.save(again)
-        assert load(again) == found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readable:
+    """A file, and what reads it."""
+
+    name: str
+    read: Callable[[Path], Any]
+    """Takes the path of a file with this name."""
+    is_document: bool = False
+    """Whether the file is one record: a refusal is one line, and what is read can be written and read again."""
+    is_sound: Callable[[Any], bool] = lambda _found: True
+    """What is true of anything that is read."""
+    may_refuse: bool = True
+
+    def check(self, path: Path, mutation: Mutation | None = None) -> None:
+        """A changed file is read or refused."""
+        found = (read_document if self.is_document else read)(partial(self.read, path))
+        assert self.may_refuse if found is None else self.is_sound(found)
+        if self.is_document and found is not None:
+            assert mutation is None or not mutation.is_invalid, f"accepted: {mutation.what}"
+            again = path.with_name(f"again-{path.name}")
+            found.save(again)
+            assert self.read(again) == found
+            assert str(found)
 
 
-def check_changed(mutation: Mutation, path: Path, load: Callable[[Path], Any]) -> None:
+def with_calibration(path: Path) -> Any:
+    with caches_in(path.parent.parent):
+        return with_kept_calibration(T4)
+
+
+def factors(path: Path) -> Any:
+    with caches_in(path.parent):
+        return kept_job_calibration(JOB)
+
+
+def are_plausible(found: JobCalibration) -> bool:
+    peak = found.peak_factor
+    return 1 / LARGEST_TIME_FACTOR <= found.time_factor <= LARGEST_TIME_FACTOR and (
+        peak is None or 1 / LARGEST_PEAK_FACTOR <= peak <= LARGEST_PEAK_FACTOR
+    )
+
+
+def text_job(path: Path, bad_samples: str = "refuse") -> bf.Job:
+    if path.suffix == ".txt":
+        return language_model(path, model="gpt2", sequence_length=16, bad_samples=bad_samples)
+    return text_classification(path, model="bert-base", sequence_length=16, bad_samples=bad_samples)
+
+
+def prices(path: Path) -> Any:
+    return prices_of(path, ["L4"])
+
+
+def are_prices(found: dict[str, float]) -> bool:
+    return all(0 <= price <= 1e6 for price in found.values())
+
+
+skipping = partial(text_job, bad_samples="skip")
+READERS = {
+    "plan": Readable(name="plan.json", read=bf.Plan.load, is_document=True),
+    "trace": Readable(name="trace.json", read=bf.Trace.load, is_document=True),
+    "compressed trace": Readable(name="trace.json.gz", read=bf.Trace.load, is_document=True),
+    "weights": Readable(name="run/weights.safetensors", read=lambda path: bf.load_weights(network(), path)),
+    "names of tensors": Readable(name=TENSORS, read=lambda path: names_of_tensors(path.parent)),
+    "index of tensors": Readable(name=INDEX, read=lambda path: names_of_tensors(path.parent)),
+    "launch before": Readable(name=FALLBACK, read=lambda path: relaunch.read_fallback(path.parent, BEFORE)),
+    "calibration": Readable(name=CALIBRATIONS, read=with_calibration, may_refuse=False),
+    "factors of a job": Readable(name=JOB_CALIBRATIONS, read=factors, is_sound=are_plausible),
+    "table": Readable(name="texts.csv", read=text_job),
+    "JSON lines": Readable(name="texts.jsonl", read=text_job),
+    "book": Readable(name="book.txt", read=text_job),
+    "table, skipping": Readable(name="texts.csv", read=skipping),
+    "JSON lines, skipping": Readable(name="texts.jsonl", read=skipping),
+    "book, skipping": Readable(name="book.txt", read=skipping),
+    "prices": Readable(name="prices.csv", read=prices, is_sound=are_prices),
+    "prices in JSON": Readable(name="prices.json", read=prices, is_sound=are_prices),
+    "recipe": Readable(
+        name="job.json",
+        read=lambda path: read_recipe_run(path.parent),
+        is_sound=lambda found: isinstance(found, RecipeRun),
+    ),
+}
+TEXTS = ("table", "JSON lines", "book")
+JSON_DOCUMENTS = (
+    *("plan", "trace", "index of tensors", "launch before", "calibration", "factors of a job"),
+    *("prices in JSON", "recipe"),
+)
+
+
+@pytest.mark.parametrize("reader", sorted(set(READERS) - {"index of tensors", "launch before"}))
+@fuzzed(60)
+@given(random=randoms)
+def test_a_file_with_changed_bytes_is_read_or_refused(
+    written: Path, place: Path, reader: str, random: Random
+) -> None:
+    readable = READERS[reader]
+    path = place / readable.name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(mutate_bytes((written / readable.name).read_bytes(), random)[0])
+    readable.check(path)
+
+
+@pytest.mark.parametrize("reader", JSON_DOCUMENTS)
+@fuzzed(100)
+@given(random=randoms)
+def test_a_file_with_changed_json_is_read_or_refused(
+    written: Path, place: Path, reader: str, random: Random
+) -> None:
+    readable = READERS[reader]
+    path = place / readable.name
+    path.parent.mkdir(exist_ok=True)
+    mutation = mutate_json(json.loads((written / readable.name).read_text()), random)
     path.write_text(mutation.text)
-    found = read_document(partial(load, path))
-    assert found is None or not mutation.is_invalid, f"accepted: {mutation.what}"
-    check_round_trip(found, path.with_stem("again"), load)
+    readable.check(path, mutation)
 
 
-@fuzzed(150)
+@fuzzed(40)
 @given(random=randoms)
-def test_a_changed_plan_is_read_or_refused(written: Path, place: Path, random: Random) -> None:
-    document = json.loads((written / "plan.json").read_text())
-    check_changed(mutate_json(document, random), place / "plan.json", bf.Plan.load)
-
-
-@fuzzed(100)
-@given(random=randoms)
-def test_a_changed_trace_is_read_or_refused(written: Path, place: Path, random: Random) -> None:
-    document = json.loads((written / "trace.json").read_text())
-    check_changed(mutate_json(document, random), place / "trace.json", bf.Trace.load)
-
-
-@fuzzed(100)
-@given(random=randoms, name=st.sampled_from(["plan.json", "trace.json", "trace.json.gz"]))
-def test_damaged_bytes_are_read_or_refused(written: Path, place: Path, random: Random, name: str) -> None:
-    content = (written / name.removesuffix(".gz")).read_bytes()
-    content, _ = mutate_bytes(gzip.compress(content) if name.endswith(".gz") else content, random)
-    (place / name).write_bytes(content)
-    load = bf.Plan.load if name == "plan.json" else bf.Trace.load
-    check_round_trip(read_document(partial(load, place / name)), place / f"again-{name}", load)
+def test_changed_json_lines_are_read_or_refused(place: Path, random: Random) -> None:
+    lines = TABLES["texts.jsonl"].splitlines()
+    index = random.randrange(len(lines))
+    lines[index] = mutate_json(json.loads(lines[index]), random).text
+    (place / "texts.jsonl").write_text("\n".join(lines))
+    READERS["JSON lines, skipping"].check(place / "texts.jsonl")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["plan.json", "trace.json", "trace.json.gz"])
-def test_what_is_no_file_of_its_kind_is_refused(place: Path, name: str, kind: str) -> None:
-    put(kind, place / name)
-    assert read_document(partial(bf.Plan.load if name == "plan.json" else bf.Trace.load, place / name)) is None
+@pytest.mark.parametrize(
+    "reader", ["plan", "trace", "compressed trace", "calibration", "factors of a job", *TEXTS]
+)
+def test_what_is_no_file_is_refused(place: Path, reader: str, kind: str) -> None:
+    """A calibration that is none is left alone."""
+    readable = READERS[reader]
+    path = place / readable.name
+    path.parent.mkdir(exist_ok=True)
+    put(kind, path)
+    found = (read_document if readable.is_document else read)(partial(readable.read, path))
+    assert found == (T4 if reader == "calibration" else None)
 
 
 # Saves
@@ -289,166 +445,33 @@ def test_a_save_that_holds_code_is_not_executed(resumed: Any, place: Path, write
 # Weights, and what a launch left for the next
 
 
-@fuzzed(60)
-@given(random=randoms)
-def test_changed_weights_are_read_or_refused(written: Path, place: Path, random: Random) -> None:
-    content = (written / "run" / "weights.safetensors").read_bytes()
-    (place / "weights.safetensors").write_bytes(mutate_bytes(content, random)[0])
-    model = job().model()  # type: ignore[operator]
-    read(lambda: bf.load_weights(model, place / "weights.safetensors"))
-
-
 @pytest.mark.parametrize("write", EXECUTING.values(), ids=list(EXECUTING))
 def test_weights_that_hold_code_are_refused(place: Path, write: Callable[..., None]) -> None:
     torch.save({}, place / "weights.pt")
     write(place / "weights.pt", place / "canary")
-    model = job().model()  # type: ignore[operator]
+    model = network()
     with pytest.raises(UsageError), bounded():
         load_matching(model, path=place / "weights.pt")
     assert not (place / "canary").exists()
-
-
-@fuzzed(40)
-@given(random=randoms, name=st.sampled_from(["model.safetensors", "model.safetensors.index.json"]))
-def test_changed_names_of_tensors_are_read_or_refused(place: Path, random: Random, name: str) -> None:
-    path = place / name
-    if name.endswith("json"):
-        path.write_text(mutate_json({"metadata": {}, "weight_map": {"a": "b.safetensors"}}, random).text)
-    else:
-        save_file({"a.pooler": torch.zeros(2)}, path)
-        path.write_bytes(mutate_bytes(path.read_bytes(), random)[0])
-    read(lambda: names_of_tensors(place))
-    path.unlink()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
 def test_weights_that_are_no_file_are_refused(place: Path, name: str, kind: str) -> None:
     put(kind, place / name)
-    model = job().model()  # type: ignore[operator]
+    model = network()
     with pytest.raises(UsageError), bounded():
         load_matching(model, path=place / name)
-
-
-@fuzzed(60)
-@given(random=randoms)
-def test_changed_settings_of_a_launch_before_are_read_or_refused(place: Path, random: Random) -> None:
-    before, after = bf.Settings(micro_batch_size=4), bf.Settings(micro_batch_size=2)
-    relaunch.write_fallback(place, before, after, RECOVERY)
-    path = place / FALLBACK
-    path.write_text(mutate_json(json.loads(path.read_text()), random).text)
-    read(lambda: relaunch.read_fallback(place, before))
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"missing", "a dangling link"}))
 def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, kind: str) -> None:
     put(kind, place / FALLBACK)
     with pytest.raises(BrimfulError), bounded():
-        relaunch.read_fallback(place, bf.Settings(micro_batch_size=4))
-
-
-# Calibrations
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-    gpu = find_device("T4")
-    keep(calibrate.GPU_CACHE_FILE, "gpus", calibrate._cache_key(gpu), CALIBRATION, what="a test's calibration")
-    return place / "brimful" / calibrate.GPU_CACHE_FILE
-
-
-@fuzzed(60)
-@given(random=randoms, in_bytes=st.booleans())
-def test_a_changed_calibration_is_used_or_measured_again(kept: Path, random: Random, in_bytes: bool) -> None:
-    whole = kept.read_bytes()
-    if in_bytes:
-        kept.write_bytes(mutate_bytes(whole, random)[0])
-    else:
-        kept.write_text(mutate_json(json.loads(whole), random).text)
-    found = read(lambda: with_kept_calibration(find_device("T4")))
-    assert found is not None
-    kept.write_bytes(whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_calibration_that_is_no_file_is_left_alone(kept: Path, kind: str) -> None:
-    put(kind, kept)
-    assert read(lambda: with_kept_calibration(find_device("T4"))) == find_device("T4")
-
-
-JOB = JobKind(
-    device=find_device("T4"),
-    job="gpt",
-    parameter_count=1000,
-    precision=Precision.FP32,
-    optimizer="adamw",
-    world_size=1,
-)
-FACTORS = JobCalibration(
-    device="Tesla T4",
-    job="gpt",
-    parameter_count=1000,
-    precision=Precision.FP32,
-    optimizer="adamw",
-    time_factor=1.25,
-    peak_factor=0.9,
-    measured_steps=5,
-    measured_on="2026-11-24",
-)
-
-
-@pytest.fixture
-def factors(place: Path) -> Iterator[Path]:
-    path = place / "job_calibrations.json"
-    with patch("brimful.profiling.job_calibrations.FILE", str(path)):
-        keep_job_calibration(JOB, FACTORS)
-        yield path
-
-
-@fuzzed(60)
-@given(random=randoms, in_bytes=st.booleans())
-def test_changed_factors_of_a_job_are_plausible_or_not_used(
-    factors: Path, random: Random, in_bytes: bool
-) -> None:
-    whole = factors.read_bytes()
-    if in_bytes:
-        factors.write_bytes(mutate_bytes(whole, random)[0])
-    else:
-        factors.write_text(mutate_json(json.loads(whole), random).text)
-    found = read(lambda: kept_job_calibration(JOB))
-    if isinstance(found, JobCalibration):
-        assert 1 / LARGEST_TIME_FACTOR <= found.time_factor <= LARGEST_TIME_FACTOR
-        assert found.peak_factor is None or 1 / LARGEST_PEAK_FACTOR <= found.peak_factor <= LARGEST_PEAK_FACTOR
-    factors.write_bytes(whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_factors_that_are_no_file_are_left_alone(factors: Path, kind: str) -> None:
-    put(kind, factors)
-    assert read(lambda: kept_job_calibration(JOB)) is None
+        relaunch.read_fallback(place, BEFORE)
 
 
 # Data
-
-
-@fuzzed(40)
-@given(random=randoms, name=st.sampled_from(sorted(TABLES)), bad_samples=st.sampled_from(["refuse", "skip"]))
-def test_damaged_tables_and_texts_are_read_or_refused(
-    place: Path, random: Random, name: str, bad_samples: str
-) -> None:
-    (place / name).write_bytes(mutate_bytes(TABLES[name].encode(), random)[0])
-    read(partial(make_text_job, place / name, bad_samples))
-
-
-@fuzzed(40)
-@given(random=randoms)
-def test_changed_json_lines_are_read_or_refused(place: Path, random: Random) -> None:
-    lines = TABLES["texts.jsonl"].splitlines()
-    index = random.randrange(len(lines))
-    lines[index] = mutate_json(json.loads(lines[index]), random).text
-    (place / "texts.jsonl").write_text("\n".join(lines))
-    read(partial(make_text_job, place / "texts.jsonl", "skip"))
 
 
 LISTS = {
@@ -469,48 +492,6 @@ def test_damaged_lists_of_labels_are_read_or_refused(
         (place / name).write_text("".join([mutate_json(json.loads(lines[0]), random).text + "\n", *lines[1:]]))
     options: dict[str, Any] = {"model": "bert-base", "sequence_length": 16, "bad_samples": "skip"}
     read(lambda: text_classification(place / name, multi_label=True, **options))
-
-
-PRICES = {"prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n", "prices.json": '{"L4": 0.8}'}
-
-
-@fuzzed(60)
-@given(random=randoms, name=st.sampled_from(sorted(PRICES)))
-def test_changed_prices_are_read_or_refused(place: Path, random: Random, name: str) -> None:
-    (place / name).write_bytes(mutate_bytes(PRICES[name].encode(), random)[0])
-    found = read(partial(prices_of, place / name, ["L4"]))
-    assert found is None or all(0 <= price <= 1e6 for price in found.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", sorted(TABLES))
-def test_data_that_are_no_file_are_refused(place: Path, name: str, kind: str) -> None:
-    put(kind, place / name)
-    assert read(partial(make_text_job, place / name, "refuse")) is None
-
-
-@fuzzed(60)
-@given(random=randoms, in_bytes=st.booleans())
-def test_changed_metadata_of_a_recipe_are_read_or_refused(place: Path, random: Random, in_bytes: bool) -> None:
-    whole = {
-        "task": "language-model",
-        "model": "gpt2",
-        "tokenizer": "bytes",
-        "sequence_length": 16,
-        "files": ["a"],
-    }
-    if in_bytes:
-        (place / "job.json").write_bytes(mutate_bytes(json.dumps(whole).encode(), random)[0])
-    else:
-        (place / "job.json").write_text(mutate_json(whole, random).text)
-    found = read(partial(read_recipe_run, place))
-    assert found is None or isinstance(found, RecipeRun)
-
-
-def make_text_job(path: Path, bad_samples: str) -> bf.Job:
-    if path.suffix == ".txt":
-        return language_model(path, model="gpt2", sequence_length=16, bad_samples=bad_samples)
-    return text_classification(path, model="bert-base", sequence_length=16, bad_samples=bad_samples)
 
 
 @fuzzed(25)

@@ -192,11 +192,6 @@ def test_a_job_that_makes_batches_of_some_sizes_only_is_planned_all_the_same() -
     assert any("not considered" in note for note in plan.notes)
 
 
-def test_a_plan_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        bf.Plan.load(tmp_path / "none.json")
-
-
 def test_settings_for_another_optimizer_warn() -> None:
     model = Stack()
     with pytest.warns(UserWarning, match="'adafactor'.*SGD"):
@@ -217,12 +212,6 @@ def test_a_batch_of_more_samples_than_are_planned_for_warns() -> None:
     with pytest.warns(UserWarning, match="has 3 samples, and the plan is for 2"):
         step(torch.randn(3, 256, 64))
     step.remove()
-
-
-def test_a_plan_file_is_read_back_equal(tmp_path: Path) -> None:
-    plan = bf.plan(stack_job(), DEVICE, global_batch_size=8)
-    plan.save(tmp_path / "plan.json")
-    assert bf.Plan.load(tmp_path / "plan.json") == plan
 
 
 def test_estimating_leaves_a_given_module_as_it_was() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +21,7 @@ from brimful.prediction import estimate_trace
 from brimful.profiling import measure_step
 from brimful.settings import Settings
 from brimful.trace import Trace, find_units
-from helpers.captured_jobs import A100, CPU, capture
+from helpers.captured_jobs import A100, CPU, capture, loop_of
 from helpers.models import GPT, Residual
 from helpers.trained_alike import mean_square
 
@@ -135,18 +135,8 @@ def test_a_compiled_loss_and_a_compiled_step_of_a_loop_run_eagerly() -> None:
     assert eagerly(trace) == traced(network)
     assert [line.rpartition(":")[0].endswith("trained_alike.py") for line in trace.compiled_lines] == [True]
 
-    def loop(loss: Callable[..., Tensor]) -> Callable[[nn.Module, Iterable[Tensor]], object]:
-        def run(model: nn.Module, batches: Iterable[Tensor]) -> None:
-            optimizer = torch.optim.SGD(model.parameters())
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-        return run
-
     compiled, eager = (
-        capture(Job(model=network, loss=mean_square, batch=inputs, loop=loop(each)))
+        capture(Job(model=network, loss=mean_square, batch=inputs, loop=loop_of(each)))
         for each in (compiled_loss, mean_square)
     )
     assert eagerly(compiled) == eager

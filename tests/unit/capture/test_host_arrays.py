@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from brimful.memory import predict_memory
 from brimful.profiling import measure_step
 from brimful.settings import ChunkedLoss, Settings
 from brimful.trace import Category, Trace
-from helpers.captured_jobs import A100, CPU, bytes_of, capture, made_by
+from helpers.captured_jobs import A100, CPU, bytes_of, capture, loop_of, made_by
 
 QUERIES, WIDTH, CLASSES = 32, 16, 4
 
@@ -168,19 +168,11 @@ def test_arrays_that_go_to_a_gpu_are_copied_there() -> None:
     def without(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["x"].cuda()).mean()
 
-    def loop(loss: Callable[..., Tensor]) -> Callable[..., None]:
-        def run(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
-            optimizer = torch.optim.SGD(model.parameters())
-            for batch in batches:
-                optimizer.zero_grad()
-                loss(model, batch).backward()
-                optimizer.step()
-
-        return run
-
     weights_bytes = 64 * QUERIES * CLASSES * 4
     moved_bytes, without_bytes = (
-        bytes_of(capture_step(job(loss, loop=loop(loss)), Settings(micro_batch_size=64), A100), Category.INPUTS)
+        bytes_of(
+            capture_step(job(loss, loop=loop_of(loss)), Settings(micro_batch_size=64), A100), Category.INPUTS
+        )
         for loss in (moved, without)
     )
     assert moved_bytes - without_bytes == 2 * weights_bytes

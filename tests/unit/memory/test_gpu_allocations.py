@@ -1,6 +1,7 @@
 """The simulated allocator against a real one: requests of training steps on an H100, and the segments it took.
 
-`benchmarks/gpu/allocations.py` says what the files have in them; they were recorded with torch 2.11.
+A file has a string of actions and a list of numbers, one each per entry, recorded with torch 2.11: A allocates
+the number of bytes, F frees the allocation with this number, S takes a segment of this size from the device.
 """
 
 from __future__ import annotations
