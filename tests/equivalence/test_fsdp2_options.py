@@ -16,13 +16,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import brimful as bf
 from brimful.capture import capture_step
+from brimful.codec import from_json_document, to_json_document
 from brimful.cost import step_seconds
 from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.memory import most_held_bytes, predict_memory
 from brimful.prediction import estimate_trace
 from brimful.profiling.named_device import resolve_device
-from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
+from brimful.settings import Parallelism, Precision, Settings
 from brimful.trace import Category, Phase, Trace
 from brimful.trainer import Trainer
 from brimful.trainer.step.fallback import MemoryFallback
@@ -260,7 +261,8 @@ def test_batch_norm_is_not_gathered_in_halves() -> None:
 
 @pytest.mark.parametrize("how", WAYS)
 def test_ways_to_gather_go_into_a_file_and_back(how: Settings) -> None:
-    assert settings_from_json(json.loads(json.dumps(settings_to_json(how)))) == how
+    document = json.loads(json.dumps(to_json_document(how)))
+    assert from_json_document(document, Settings, where="the settings") == how
 
 
 def test_adafactor_is_refused_where_parameters_are_divided() -> None:
@@ -316,7 +318,10 @@ def test_offload_parameters_is_planned_for_fsdp2_alone_and_takes_its_time() -> N
     assert offloaded.predicted_step_seconds > plan.predicted_step_seconds
     assert offloaded.predicted_peak_allocated_bytes < plan.predicted_peak_allocated_bytes
     assert any("in the host's memory" in note for note in offloaded.notes)
-    assert settings_from_json(settings_to_json(offloaded.settings)) == offloaded.settings
+    assert (
+        from_json_document(to_json_document(offloaded.settings), Settings, where="the settings")
+        == offloaded.settings
+    )
     with pytest.raises(UsageError, match="offload_parameters=True is for FSDP2"):
         Settings(micro_batch_size=1, offload_parameters=True)
     with pytest.raises(UsageError, match="keeps the optimizer on the host already"):

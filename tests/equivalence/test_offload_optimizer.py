@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.capture import capture_step
+from brimful.codec import from_json_document, to_json_document
 from brimful.devices import find_device
 from brimful.errors import PartialUpdateError, UsageError
 from brimful.execution import host_optimizer
@@ -23,7 +24,7 @@ from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.memory import most_held_bytes, predict_memory
 from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
-from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
+from brimful.settings import Parallelism, Precision, Settings
 from brimful.trace import Category, Phase
 from brimful.trainer import Trainer
 from brimful.transforms import host_link
@@ -394,5 +395,5 @@ def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() 
         step(BatchLayout().take(all_samples(), torch.arange(16)))
         step.remove()
     assert_same(model, expected)
-    assert settings_from_json(settings_to_json(ON_HOST)) == ON_HOST
+    assert from_json_document(to_json_document(ON_HOST), Settings, where="the settings") == ON_HOST
     assert "optimizer on the host" in ON_HOST.describe()

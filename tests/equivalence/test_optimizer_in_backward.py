@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
+from brimful.codec import from_json_document, to_json_document
 from brimful.errors import EquivalenceError, NonFiniteError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
-from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
+from brimful.settings import Precision, Settings
 from brimful.trainer import Trainer
 from helpers.faults import OutOfMemoryAt
 from helpers.models import GPT
@@ -152,7 +153,7 @@ def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
 
 
 def test_settings_with_it_are_read_again() -> None:
-    assert settings_from_json(settings_to_json(IN_BACKWARD)) == IN_BACKWARD
+    assert from_json_document(to_json_document(IN_BACKWARD), Settings, where="the settings") == IN_BACKWARD
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """How one optimizer step runs: planning chooses `Settings`, capture predicts them, execution applies them.
 
 Start reading at `settings.Settings`. `choices` has the values of its fields, `units` the actions for parts of a
-model, `document` the JSON format.
+model.
 """
 
 from brimful.settings.choices import (
@@ -14,7 +14,6 @@ from brimful.settings.choices import (
     check_counts,
     fp16_is_divided,
 )
-from brimful.settings.document import settings_from_json, settings_to_json
 from brimful.settings.settings import Settings
 from brimful.settings.units import (
     ChunkedLoss,
@@ -42,7 +41,5 @@ __all__ = [
     "has_input_ops",
     "module_part",
     "op_kind",
-    "settings_from_json",
-    "settings_to_json",
     "with_input_ops",
 ]

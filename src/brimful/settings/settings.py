@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from brimful.arguments import check_fields, checks_call
-from brimful.codec import ALWAYS_WRITTEN, PositiveInt
+from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, json_form, omit_defaults
 from brimful.errors import UsageError
 from brimful.settings.choices import (
     Action,
@@ -31,6 +31,29 @@ def _done(unit: UnitAction) -> str:
     return said.get(unit.action, "kept")
 
 
+def _left_out(settings: Settings) -> frozenset[str]:
+    """Fields that files lack where they are not set; the first two are in all files of FSDP2."""
+    of_fsdp2 = ("reshard_after_forward", "param_dtype")
+    alone = ("optimizer_in_backward", "offload_optimizer", "prefetch_inputs", "memory_format")
+    unset = omit_defaults(*of_fsdp2, *alone, "own_checkpointing", "offload_parameters")(settings)
+    return frozenset(unset) - (frozenset(of_fsdp2) if settings.parallelism is Parallelism.FSDP2 else set())
+
+
+@json_form(
+    JsonForm(
+        order=("precision",),
+        omitted=_left_out,
+        keys={
+            "world_size": "ranks",
+            "num_nodes": "nodes",
+            "optimizer_in_backward": "step_in_backward",
+            "offload_optimizer": "optimizer_on_host",
+            "prefetch_inputs": "copies_ahead",
+            "param_dtype": "gathered_dtype",
+            "offload_parameters": "cpu_offload",
+        },
+    )
+)
 @checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -56,25 +79,25 @@ class Settings:
     expandable_segments: bool = False
     """Let PyTorch's CUDA allocator grow its segments, which reduces fragmentation, as the environment variable
     PYTORCH_ALLOC_CONF=expandable_segments:True does."""
-    optimizer_in_backward: bool = False
-    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all
-    parameters are never in memory together. An error during such a backward cannot be undone."""
-    prefetch_inputs: bool = False
-    """Copy the next micro-batch of a step to the device while the current one is computed."""
-    offload_optimizer: bool = False
-    """Keep the optimizer state in host memory and compute the update there, for some parameters at a time,
-    whose gradients are copied to the host."""
-    own_checkpointing: bool = True
-    """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
-    `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
-    memory_format: MemoryFormat | None = None
-    """Layout of 4-d and 5-d parameters, buffers and inputs; None leaves them as the model and the batch are."""
     world_size: PositiveInt = 1
     """Number of processes (ranks) that train one model together, each with its own device."""
     parallelism: Parallelism = Parallelism.DDP
     """How several ranks train one model; no effect with a single rank."""
     num_nodes: PositiveInt = 1
     """Number of machines, among which the ranks are divided evenly."""
+    optimizer_in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all
+    parameters are never in memory together. An error during such a backward cannot be undone."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state in host memory and compute the update there, for some parameters at a time,
+    whose gradients are copied to the host."""
+    prefetch_inputs: bool = False
+    """Copy the next micro-batch of a step to the device while the current one is computed."""
+    memory_format: MemoryFormat | None = None
+    """Layout of 4-d and 5-d parameters, buffers and inputs; None leaves them as the model and the batch are."""
+    own_checkpointing: bool = True
+    """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
+    `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
     reshard_after_forward: bool = True
     """Under FSDP2, free a unit's gathered parameters after its forward and gather them again for its backward;
     False keeps them until its backward."""

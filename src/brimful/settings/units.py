@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from brimful.arguments import check_fields, checks_call
-from brimful.codec import PositiveInt
+from brimful.codec import JsonForm, PositiveInt, json_form, omit_defaults
 from brimful.errors import UsageError
 from brimful.settings.choices import Action
 
@@ -87,6 +87,7 @@ _MOST_DIGITS = 9
 """Digits in the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
 
 
+@json_form(JsonForm(omitted=omit_defaults("saved", "most_offloaded_bytes")))
 @checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
+from brimful.codec import from_json_document, to_json_document
 from brimful.errors import UnknownNameError
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.settings import settings_from_json, settings_to_json
+from brimful.settings import Settings
 from brimful.transforms import apply_units
 
 WIDTH, BLOCKS, SAMPLES = 64, 4, 256
@@ -186,7 +187,7 @@ def test_what_is_predicted_is_measured_to_the_byte(own_checkpointing: bool) -> N
 
 def test_settings_that_turn_it_off_can_be_saved() -> None:
     for settings in (bf.Settings(micro_batch_size=1), bf.Settings(micro_batch_size=1, own_checkpointing=False)):
-        assert settings_from_json(settings_to_json(settings)) == settings
+        assert from_json_document(to_json_document(settings), Settings, where="the settings") == settings
 
 
 def test_another_word_is_refused() -> None:
