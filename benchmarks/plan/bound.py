@@ -184,8 +184,8 @@ def _least_bytes(bench: Bench) -> int:
 
 
 def _plan(bench: Bench, budget_bytes: int) -> Outcome:
-    permits = replace(bench.request.permits, chunked_loss=False)
-    return bench.searched(budget_bytes, permits=permits)
+    asked = replace(bench.request.asked, chunked_loss=False)
+    return bench.searched(budget_bytes, asked=asked)
 
 
 def _told(ours: Outcome, plain: Outcome) -> dict[str, Any]:

@@ -38,8 +38,8 @@ SLOW_SECONDS = 600.0
 """A job that takes longer at all budgets together is named in the result."""
 WAYS: dict[str, dict[str, Any]] = {
     "fastest": {},
-    "simplest": {"prefers_simplest": True},
-    "simplest_and_safe": {"prefers_simplest": True, "exceedance": DEFAULT_PROBABILITY},
+    "simplest": {"effort": "normal"},
+    "simplest_and_safe": {"effort": "normal", "max_exceedance": DEFAULT_PROBABILITY},
 }
 
 
@@ -84,20 +84,20 @@ def compare(job: PlannedJob) -> Iterator[dict[str, Any]]:
         began = time.perf_counter()
         budget_bytes = int(plain_bytes * fraction)
         row: dict[str, Any] = {"model": job.name, "budget_fraction": fraction, "budget_bytes": budget_bytes}
-        for way, permits in WAYS.items():
-            row[way] = planned(bench, budget_bytes, permits)
+        for way, options in WAYS.items():
+            row[way] = planned(bench, budget_bytes, options)
         row["planning_seconds"] = round(time.perf_counter() - began, 1)
         print(json.dumps(row), flush=True)
         yield row
 
 
-def planned(bench: Bench, budget_bytes: int, permits: dict[str, Any]) -> dict[str, Any] | None:
+def planned(bench: Bench, budget_bytes: int, options: dict[str, Any]) -> dict[str, Any] | None:
     """A plan in short; None if nothing fits."""
     request = replace(
         bench.request,
         budget_bytes=budget_bytes,
-        pins=replace(bench.request.pins, offload_optimizer=None),
-        permits=replace(bench.request.permits, offload_host_bytes=HOST_BYTES, **permits),
+        asked=replace(bench.request.asked, offload_optimizer=None, **options),
+        offload_host_bytes=HOST_BYTES,
     )
     try:
         plan: Plan = search(bench.capture, request)

@@ -92,10 +92,10 @@ def outcomes(bench: Bench) -> list[Outcome]:
     """Plans for some budgets, and random choices of what is recomputed."""
     plain, chosen = bench.plain_outcome(), random.Random(0)
     found = [plain]
-    permits = replace(bench.request.permits, chunked_loss=False)
+    asked = replace(bench.request.asked, chunked_loss=False)
     for fraction in (0.55, 0.7, 0.85, 1.0):
         try:
-            found.append(bench.searched(int(fraction * plain.peak_device_bytes), permits=permits))
+            found.append(bench.searched(int(fraction * plain.peak_device_bytes), asked=asked))
         except InfeasibleError:
             continue
     for _ in range(CHOICES):

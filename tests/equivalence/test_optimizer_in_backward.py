@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from brimful.codec import from_json_document, to_json_document
 from brimful.errors import EquivalenceError, NonFiniteError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.optimizers import named_optimizer
@@ -150,10 +149,6 @@ def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
         plan(precision="fp16")
     with pytest.raises(UsageError, match="averaged first"):
         plan(world_size=2)
-
-
-def test_settings_with_it_are_read_again() -> None:
-    assert from_json_document(to_json_document(IN_BACKWARD), Settings, where="the settings") == IN_BACKWARD
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.capture import capture_step
-from brimful.codec import from_json_document, to_json_document
 from brimful.devices import find_device
 from brimful.execution import prefetch
 from brimful.execution.step import StepParts, run_step
@@ -78,7 +77,6 @@ def test_a_plan_may_be_asked_for_it_and_keeps_it() -> None:
     assert plan.settings.prefetch_inputs
     assert not plan.plain.settings.prefetch_inputs
     assert "micro-batches copied ahead" in plan.settings.describe()
-    assert from_json_document(to_json_document(AHEAD), Settings, where="the settings") == AHEAD
 
 
 def stepped_as_on_cuda(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple[nn.Module, nn.Module]:

@@ -10,8 +10,7 @@ from brimful.settings.choices import (
     OptimizerImplementation,
     Parallelism,
     Precision,
-    check_count,
-    check_counts,
+    check_fsdp2_alone,
     fp16_is_divided,
 )
 from brimful.settings.settings import Settings
@@ -35,8 +34,7 @@ __all__ = [
     "Settings",
     "Span",
     "UnitAction",
-    "check_count",
-    "check_counts",
+    "check_fsdp2_alone",
     "fp16_is_divided",
     "has_input_ops",
     "module_part",

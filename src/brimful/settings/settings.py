@@ -14,6 +14,7 @@ from brimful.settings.choices import (
     OptimizerImplementation,
     Parallelism,
     Precision,
+    check_fsdp2_alone,
 )
 from brimful.settings.units import ChunkedLoss, UnitAction
 
@@ -132,16 +133,7 @@ class Settings:
                 )
 
     def _check_gathering(self) -> None:
-        for name, plain in (
-            ("reshard_after_forward", True),
-            ("param_dtype", None),
-            ("offload_parameters", False),
-        ):
-            if getattr(self, name) != plain and self.parallelism is not Parallelism.FSDP2:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is for FSDP2, and the parallelism is "
-                    f"{str(self.parallelism)!r}, under which nothing is gathered. Leave it out, or take fsdp2."
-                )
+        check_fsdp2_alone(self, (self.parallelism,))
         if self.offload_parameters and self.offload_optimizer:
             raise UsageError(
                 "offload_parameters keeps the optimizer on the host already. Do not set offload_optimizer."
@@ -219,30 +211,21 @@ class Settings:
         if self.world_size > 1:
             parts[-1] += f" on each of {self.world_size} ranks ({self.parallelism})"
             parts[-1] += f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        if not self.reshard_after_forward:
-            parts.append("gathered parameters held until backward")
-        if self.param_dtype:
-            parts.append(f"gathered in {self.param_dtype}")
-        if self.offload_parameters:
-            parts.append("parts on the host")
-        if self.memory_format:
-            parts.append(str(self.memory_format))
-        if self.optimizer:
-            parts.append(self.optimizer)
-        if self.optimizer_implementation:
-            parts.append(f"{self.optimizer_implementation} optimizer")
-        if self.chunked_loss:
-            parts.append(f"loss in {self.chunked_loss.chunks} chunks")
-        if self.expandable_segments:
-            parts.append("expandable segments")
-        if self.optimizer_in_backward:
-            parts.append("updated in backward")
-        if self.offload_optimizer:
-            parts.append("optimizer on the host")
-        if self.prefetch_inputs:
-            parts.append("micro-batches copied ahead")
-        if not self.own_checkpointing:
-            parts.append("own checkpointing off")
+        others = {
+            "gathered parameters held until backward": not self.reshard_after_forward,
+            f"gathered in {self.param_dtype}": self.param_dtype,
+            "parts on the host": self.offload_parameters,
+            f"{self.memory_format}": self.memory_format,
+            f"{self.optimizer}": self.optimizer,
+            f"{self.optimizer_implementation} optimizer": self.optimizer_implementation,
+            f"loss in {self.chunked_loss and self.chunked_loss.chunks} chunks": self.chunked_loss,
+            "expandable segments": self.expandable_segments,
+            "updated in backward": self.optimizer_in_backward,
+            "optimizer on the host": self.offload_optimizer,
+            "micro-batches copied ahead": self.prefetch_inputs,
+            "own checkpointing off": not self.own_checkpointing,
+        }
+        parts += [text for text, is_said in others.items() if is_said]
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         dones = [_done(unit) for unit in self.units]

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from brimful.codec import from_json_document, to_json_document
 from brimful.errors import UnknownNameError
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.settings import Settings
 from brimful.transforms import apply_units
 
 WIDTH, BLOCKS, SAMPLES = 64, 4, 256
@@ -183,11 +181,6 @@ def test_what_is_predicted_is_measured_to_the_byte(own_checkpointing: bool) -> N
     assert trace.own_checkpoints == (BLOCKS if own_checkpointing else 0)
     found = predict_memory(trace).steady_peak_allocated_bytes
     assert found == measure_step(job(), settings, steps=1).measured_peak_allocated_bytes
-
-
-def test_settings_that_turn_it_off_can_be_saved() -> None:
-    for settings in (bf.Settings(micro_batch_size=1), bf.Settings(micro_batch_size=1, own_checkpointing=False)):
-        assert from_json_document(to_json_document(settings), Settings, where="the settings") == settings
 
 
 def test_another_word_is_refused() -> None:
