@@ -32,12 +32,16 @@ def _done(unit: UnitAction) -> str:
     return said.get(unit.action, "kept")
 
 
-def _left_out(settings: Settings) -> frozenset[str]:
-    """Fields that files lack where they are not set; the first two are in all files of FSDP2."""
-    of_fsdp2 = ("reshard_after_forward", "param_dtype")
-    alone = ("optimizer_in_backward", "offload_optimizer", "prefetch_inputs", "memory_format")
-    unset = omit_defaults(*of_fsdp2, *alone, "own_checkpointing", "offload_parameters")(settings)
-    return frozenset(unset) - (frozenset(of_fsdp2) if settings.parallelism is Parallelism.FSDP2 else set())
+_unset = omit_defaults(
+    *("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"),
+    *("memory_format", "own_checkpointing", "offload_parameters"),
+)
+
+
+def _left_out(settings: Settings) -> set[str]:
+    """Fields that a file lacks: those that are not set, and what is for FSDP2 under another way to train."""
+    of_fsdp2 = () if settings.parallelism is Parallelism.FSDP2 else ("reshard_after_forward", "param_dtype")
+    return {*_unset(settings), *of_fsdp2}
 
 
 @json_form(
