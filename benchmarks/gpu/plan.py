@@ -32,9 +32,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import torch  # noqa: E402
 
 from brimful import Job  # noqa: E402
+from brimful.codec import from_json_document, to_json_document  # noqa: E402
 from brimful.profiling.named_device import resolve_device  # noqa: E402
 from brimful.quantities import GIB  # noqa: E402
-from brimful.settings import settings_from_json, settings_to_json  # noqa: E402
+from brimful.settings import Settings  # noqa: E402
 from gpu.measured import measure  # noqa: E402
 from machine import RESULTS, commit, machine  # noqa: E402
 from plan.bench import Bench, Outcome  # noqa: E402
@@ -117,7 +118,7 @@ def _told(outcome: object) -> dict[str, Any] | None:
     if not isinstance(outcome, Outcome):
         return None
     return {
-        "settings": settings_to_json(outcome.settings),
+        "settings": to_json_document(outcome.settings),
         "described": outcome.settings.describe(),
         "predicted_peak_device_bytes": outcome.peak_device_bytes,
         "predicted_step_seconds": outcome.step_seconds,
@@ -207,7 +208,8 @@ def measured_rows(
 
 def _measured(job: Job, told: dict[str, Any], dry: bool) -> dict[str, Any]:
     try:
-        measured = measure(job, settings_from_json(told["settings"]), dry=dry)
+        settings = from_json_document(told["settings"], Settings, where="the settings")
+        measured = measure(job, settings, dry=dry)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error)[:200]}
     except Exception as error:  # the other ways are measured nevertheless

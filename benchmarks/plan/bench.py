@@ -11,7 +11,8 @@ from brimful.devices import Device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import predict_memory
-from brimful.planner import JobTraits, Permits, Pins, Request, search
+from brimful.options import PlanOptions
+from brimful.planner import JobTraits, Request, search
 from brimful.prediction import estimate_trace
 from brimful.prediction.estimator import RoughlyScaledTraces
 from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
@@ -55,11 +56,14 @@ class Bench:
             device=device,
             budget_bytes=0,
             global_batch_size=global_batch_size,
-            pins=Pins(
+            implementations={None: OptimizerImplementation.FUSED},
+            asked=PlanOptions(
                 micro_batch_size=None if splits_batch else global_batch_size,
-                optimizer_implementation=OptimizerImplementation.FUSED,
+                precision=str(precision),
+                effort="max",
+                max_exceedance=1.0,
+                offload_optimizer=False,
             ),
-            permits=Permits(precisions=(precision,)),
         )
         self.capture = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
         self.plain = replace(
@@ -86,8 +90,8 @@ class Bench:
         try:
             return self.searched(
                 budget_bytes,
-                pins=replace(self.request.pins, offload_optimizer=on_host),
-                permits=replace(self.request.permits, offload_host_bytes=host_bytes),
+                asked=replace(self.request.asked, offload_optimizer=on_host),
+                offload_host_bytes=host_bytes,
             )
         except InfeasibleError:
             return None

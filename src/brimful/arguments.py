@@ -218,8 +218,6 @@ def _check_of(hint: Any) -> Check:
         return _SIMPLE[kind]
     if issubclass(kind, Enum):
         return functools.partial(_member, kind)
-    if kind is Callable:  # type: ignore[comparison-overlap]
-        return _function
     if kind is not tuple and issubclass(kind, Mapping):
         return functools.partial(_instance, Mapping, "a dict")
     if kind is Iterable:  # of any length, such as a generator; code that takes it reads it once
@@ -227,7 +225,7 @@ def _check_of(hint: Any) -> Check:
     if issubclass(kind, Iterable) and origin is not None:
         return functools.partial(_several, _element_check(arguments), kind is tuple)
     if issubclass(kind, os.PathLike):
-        return _path
+        return _simple((str, os.PathLike), "a path")
     return functools.partial(_instance, kind, _with_article(kind))
 
 
@@ -326,27 +324,13 @@ def _float(value: Any) -> float:
     return value if isinstance(value, (int, float)) else float(value)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    raise _MisfitError("text")
+def _simple(kind: Any, expected: str) -> Check:
+    def checked(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        raise _MisfitError(expected)
 
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise _MisfitError("None")
-
-
-def _path(value: Any) -> Any:
-    if isinstance(value, (str, os.PathLike)):
-        return value
-    raise _MisfitError("a path")
-
-
-def _function(value: Any) -> Any:
-    if callable(value):
-        return value
-    raise _MisfitError("a function")
+    return checked
 
 
 def _member(kind: type[Enum], value: Any) -> Enum:
@@ -393,8 +377,9 @@ _SIMPLE: dict[Any, Check] = {
     bool: _bool,
     int: _int,
     float: _float,
-    str: _text,
-    NoneType: _none,
+    str: _simple(str, "text"),
+    NoneType: _simple(NoneType, "None"),
+    Callable: _simple(Callable, "a function"),
     object: _same,
     Any: _same,
 }

@@ -11,21 +11,21 @@ both. Where its JSON differs from its fields, the record declares that with `jso
 from __future__ import annotations
 
 import math
+import operator
 import os
-import re
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
-    NamedTuple,
+    Literal,
     TypeVar,
     Union,
     get_args,
@@ -123,18 +123,16 @@ def decode_directly(content: bytes | msgspec.Raw, kind: Any, *, where: str, path
         return msgspec.json.decode(content, type=kind)
 
 
-def from_builtins(document: Any, record: type[T], *, where: str) -> T:
-    """A record from plain containers, every field checked against its annotation.
+def from_json_document(document: Any, record: type[T], *, where: str) -> T:
+    """The record that `to_json_document` wrote, equal to the one written.
 
-    Fields that the record does not have are refused, not ignored. A FileFormatError has in one line the file
-    `where`, the field and what was expected.
+    A field that is unknown, missing, of another type or out of range raises FileFormatError, in which `where`
+    names the file.
     """
-    with _errors_naming(where, record):
-        made = msgspec.convert(document, record, dec_hook=_path)
-        misfit = _first_misfit(document, made)
-    if misfit is not None:
-        raise misfit.error(misfit.path, where=where)
-    return made
+    schema = _schema_of(record)
+    with _errors_naming(where, schema):
+        checked = msgspec.convert(document, schema, dec_hook=_path)
+        return msgspec.convert(checked, record, from_attributes=True, dec_hook=_path)
 
 
 def fields_of_version(document: Any, key: str, version: int, *, what: str, where: str) -> dict[str, Any]:
@@ -163,12 +161,21 @@ class JsonForm:
     """Keys whose values follow from the fields: written, and ignored where they are read."""
     order: tuple[str, ...] = ()
     """The first keys; the others follow in the order of the fields, derived ones last."""
-    omitted: Collection[str] = ()
-    """Fields that are not written."""
+    omitted: Collection[str] | Callable[[Any], Collection[str]] = ()
+    """Fields that are not written, or a function that names them for a record."""
     write: Callable[[Any], Any] | None = None
     """Writes the record instead."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """By field: its key, where that is not its name."""
+
+
+def omit_defaults(*names: str) -> Callable[[Any], Collection[str]]:
+    """For `JsonForm.omitted`: fields that are not written where they have their default."""
+
+    def omitted(record: Any) -> Collection[str]:
+        return {each.name for each in fields(record) if getattr(record, each.name) == each.default} & {*names}
+
+    return omitted
 
 
 _FORMS: dict[type, JsonForm] = {}
@@ -185,8 +192,6 @@ def json_form(form: JsonForm) -> Callable[[type[T]], type[T]]:
 
 
 _PLAIN_FORM = JsonForm()
-_NOT_FINITE = ("nan", "inf", "-inf")
-_MAPPINGS = (dict, Mapping)
 
 
 def to_json_document(record: DataclassInstance) -> dict[str, Any]:
@@ -217,72 +222,79 @@ def _record_to_builtins(record: Any) -> Any:
     form = _FORMS.get(type(record), _PLAIN_FORM)
     if form.write is not None:
         return form.write(record)
+    omitted = form.omitted(record) if callable(form.omitted) else form.omitted
     names = dict.fromkeys([*form.order, *(each.name for each in fields(record)), *form.derived])
     return {
         form.keys.get(name, name): to_builtins(
             form.derived[name](record) if name in form.derived else getattr(record, name)
         )
         for name in names
-        if name not in form.omitted
+        if name not in omitted
     }
 
 
-def from_json_document(document: Any, record: type[T], *, where: str) -> T:
-    """The record that `to_json_document` wrote, equal to the one written.
-
-    A field that is unknown, missing, of another type or out of range raises FileFormatError, in which `where`
-    names the file.
-    """
-    by_fields = _in_fields(document, record, where)
-    try:
-        return from_builtins(by_fields, record, where=where)
-    except FileFormatError as error:
-        raise FileFormatError(_by_keys(str(error))) from error.__cause__
+_NotFinite = Literal["nan", "inf", "-inf"]
 
 
-def _by_keys(message: str) -> str:
-    """A message about fields with the keys that a file has for them."""
-    for form in _FORMS.values():
-        for name, key in form.keys.items():
-            message = re.sub(rf"(?<=[`.]){name}(?=[`.\[])", key, message)
-    return message
-
-
-def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:
-    """A part of a document by the names of fields, its numbers floats; what does not match stays."""
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
+def _schema_of(hint: Any) -> Any:
+    """The type that msgspec checks a document against, in place of a hint with records of brimful."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _schema(hint)
+    kind, arguments = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        if _UNBOUNDED in hint.__metadata__:
-            return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
-        return _in_fields(value, arguments[0], where, path)
+        inner: Any = Annotated[(_schema_of(arguments[0]), *hint.__metadata__)]
+        return inner | _NotFinite if _UNBOUNDED in hint.__metadata__ else inner
     if kind in (Union, UnionType):
-        for each in arguments:
-            value = _in_fields(value, each, where, path)
-    elif isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
-        form, hints = _FORMS.get(kind, _PLAIN_FORM), _hints(kind)
-        if wrong := value.keys() & form.keys.keys():
-            raise unknown_field(f"{path}{min(wrong)}", where=where)
-        names = {key: name for name, key in form.keys.items()}
-        return {
-            (name := str(names.get(key, key))): _in_fields(each, hints.get(name), where, f"{path}{key}.")
-            for key, each in value.items()
-            if key not in form.derived
-        }
-    elif isinstance(value, dict) and kind in _MAPPINGS:
-        return {key: _in_fields(each, arguments[1], where, path) for key, each in value.items()}
-    elif isinstance(value, list | tuple) and arguments[1:] in ((), (Ellipsis,)) and arguments:
-        return [_in_fields(each, arguments[0], where, f"{path[:-1]}[{at}].") for at, each in enumerate(value)]
-    return value
+        return reduce(operator.or_, map(_schema_of, arguments))
+    return kind[tuple(map(_schema_of, arguments))] if arguments and kind is not Literal else hint
 
 
 @cache
-def _hints(record: type) -> dict[str, Any]:
-    return get_type_hints(record, include_extras=True)
+def _schema(record: type) -> type[msgspec.Struct]:
+    """A struct with the keys of a record's JSON, which refuses others."""
+    form, hints = _FORMS.get(record, _PLAIN_FORM), get_type_hints(record, include_extras=True)
+    unbounded = [name for name, hint in hints.items() if _is_unbounded(hint)]
+
+    def read_numbers(made: Any) -> None:
+        for name in unbounded:
+            setattr(made, name, _number(getattr(made, name)))
+
+    return msgspec.defstruct(
+        record.__name__,
+        [
+            *((each.name, _schema_of(hints[each.name]), _default(each)) for each in fields(record)),
+            *((name, Any, None) for name in form.derived),
+        ],
+        namespace={"__post_init__": read_numbers},
+        rename=form.keys,
+        forbid_unknown_fields=True,
+        kw_only=True,
+    )
+
+
+def _default(of: Field[Any]) -> Any:
+    """The default of a record's field for a struct; none if every file has the field."""
+    if of.metadata.get("always_written") or (of.default is MISSING and of.default_factory is MISSING):
+        return msgspec.NODEFAULT
+    if of.default_factory is not MISSING:
+        return msgspec.field(default_factory=of.default_factory)
+    return of.default
+
+
+def _is_unbounded(hint: Any) -> bool:
+    return _UNBOUNDED in getattr(hint, "__metadata__", ()) or any(map(_is_unbounded, get_args(hint)))
+
+
+def _number(value: Any) -> Any:
+    """An unbounded number, or several by name, from the text of those that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _number(each) for name, each in value.items()}
+    return float(value) if value in get_args(_NotFinite) else value
 
 
 def _path(kind: type, value: Any) -> Any:
     """Convert a type that msgspec does not support: a path."""
-    if kind is Path and isinstance(value, str):
+    if kind is Path and isinstance(value, str | Path):
         return Path(value)
     raise ValueError(f"Expected `{kind.__name__.lower()}`, got `{type(value).__name__}`")
 
@@ -299,55 +311,3 @@ def _errors_naming(where: str, kind: Any, path: str = "") -> Iterator[None]:
     except (msgspec.DecodeError, UnicodeError) as error:
         reason = one_line(without_capital(str(error)))
         raise FileFormatError(f"{where} is not valid JSON: {reason}.") from error
-
-
-def unknown_field(name: str, *, where: str) -> FileFormatError:
-    """The error for a field that a record does not have."""
-    reason = "unknown; written by another version, or misspelled"
-    return FileFormatError(f"{where}: field `{one_line(name)}`: {reason}.")
-
-
-def missing_field(name: str, *, where: str) -> FileFormatError:
-    """The error for a field that every file has, and this one has not."""
-    return FileFormatError(f"{where}: missing field `{one_line(name)}`.")
-
-
-class _Misfit(NamedTuple):
-    """A field that a document has and its record has not, or one that is always written and is not there."""
-
-    path: str
-    error: Callable[..., FileFormatError]
-
-    def inside(self, name: str) -> _Misfit:
-        """This misfit with its path seen from outside of the field or the place that holds it."""
-        return self._replace(path=f"{name}{'' if self.path.startswith('[') else '.'}{self.path}")
-
-
-def _first_misfit(document: Any, made: Any) -> _Misfit | None:
-    """The first difference in fields between a document and the record made from it."""
-    inner: Iterable[tuple[str, Any, Any]] = ()
-    if isinstance(document, dict):
-        known = _fields_by_name(made)
-        for name in document:
-            if known is not None and str(name) not in known:
-                return _Misfit(str(name), unknown_field)
-        for each in fields(made) if is_dataclass(made) else ():
-            if each.name not in document and each.metadata.get("always_written"):
-                return _Misfit(each.name, missing_field)
-        inner = ((str(name), value, (known or {}).get(str(name))) for name, value in document.items())
-    elif isinstance(document, list | tuple) and isinstance(made, list | tuple):
-        pairs = enumerate(zip(document, made, strict=False))
-        inner = ((f"[{index}]", value, of_made) for index, (value, of_made) in pairs)
-    for name, value, of_made in inner:
-        if isinstance(value, dict | list | tuple) and (found := _first_misfit(value, of_made)) is not None:
-            return found.inside(name)
-    return None
-
-
-def _fields_by_name(made: Any) -> dict[str, Any] | None:
-    """The fields of a record or the entries of a mapping; None for anything else."""
-    if is_dataclass(made):
-        return {field.name: getattr(made, field.name) for field in fields(made)}
-    if isinstance(made, msgspec.Struct):
-        return {name: getattr(made, name) for name in made.__struct_fields__}
-    return {str(name): value for name, value in made.items()} if isinstance(made, dict) else None

@@ -12,16 +12,32 @@ _MOST_SHOWN = 300
 """Characters of a file's content that an error shows. A choice."""
 
 
+_MISFIT = re.compile(r"Object (contains unknown|missing required) field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
+
+
 def readable(message: str, kind: Any, path: str) -> str:
     """msgspec's message, the field first: "field `units[0].fqn`: expected `str`, got `int`"."""
+    if misfit := _MISFIT.fullmatch(message):
+        how, name, inside = misfit.groups(default="")
+        say = missing_field if how.startswith("missing") else unknown_field
+        return say(f"{path}{inside}.{name}".removeprefix("."))
     reason, _, inner = message.partition(" - at `$")
     inner = inner.rstrip("`")
-    reason = re.sub(r"Object missing required field `(\w+)`", r"Missing field `\1`", reason)
     said = one_line(without_capital(reason))
     if reason.startswith("Invalid enum value") and (choices := _choices(kind, inner)):
         said += f"; expected {' or '.join(choices)}"
     field = f"{path}{inner}".removeprefix(".")
     return f"field `{one_line(field)}`: {said}" if field else said
+
+
+def unknown_field(name: str) -> str:
+    """What is wrong with a field that a record does not have."""
+    return f"field `{one_line(name)}`: unknown; written by another version, or misspelled"
+
+
+def missing_field(name: str) -> str:
+    """What is wrong with a file that has not a field that every file has."""
+    return f"missing field `{one_line(name)}`"
 
 
 def _choices(kind: Any, path: str) -> list[str]:

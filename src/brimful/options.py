@@ -13,10 +13,12 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
 from brimful.arguments import check_fields, checks_arguments
 from brimful.codec import JsonForm, PositiveInt, json_form
+from brimful.errors import UnknownNameError
 from brimful.field_docs import field_docstrings
 from brimful.quantities import parse_bytes
 from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
@@ -29,6 +31,9 @@ PrecisionLike: TypeAlias = "str | torch.dtype | Precision"
 
 MemoryFormatLike: TypeAlias = "str | torch.memory_format | MemoryFormat"
 """What names a memory format: "channels_last", `torch.channels_last`, or one of `MemoryFormat`."""
+
+Member = TypeVar("Member", bound=Enum)
+Value = TypeVar("Value")
 
 LARGEST_SEED = 2**64 - 1
 """Source: torch.manual_seed (torch 2.13)."""
@@ -186,6 +191,72 @@ class LoopOptions:
 RECOMPUTE_ACTIONS: Mapping[str, Action | None] = {"all": Action.RECOMPUTE, "none": Action.KEEP, "auto": None}
 """The action for all units by value of the option `recompute`; None lets the plan choose for each."""
 _RECOMPUTE_TEXT: dict[object, str] = {action: name for name, action in RECOMPUTE_ACTIONS.items()}
+_MEMORY_FORMATS: dict[str, tuple[MemoryFormat | None, ...]] = {
+    "auto": (MemoryFormat.CONTIGUOUS, MemoryFormat.CHANNELS_LAST),
+    **{str(each): (each,) for each in MemoryFormat},
+    "preserve": (None,),
+}
+"""The memory formats to choose from, by value of the option; None leaves the layout as it is."""
+
+
+def parse_precision(precision: PrecisionLike) -> Precision:
+    """The precision meant by a member, its name ("bf16", "fp32", …), or a dtype (`torch.bfloat16`, "bfloat16").
+
+    Any other name raises UnknownNameError.
+    """
+    return _member(Precision, precision, "precision")
+
+
+def parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:
+    """The implementation that has a name; None leaves it to the optimizer."""
+    return None if name is None else _member(OptimizerImplementation, name, "optimizer implementation")
+
+
+def parse_parallelisms(name: str, world_size: int) -> tuple[Parallelism, ...]:
+    """The ways to train on some ranks, of which the first is that of the baseline."""
+    if name == "auto":
+        return (Parallelism.DDP, Parallelism.FSDP2) if world_size > 1 else (Parallelism.DDP,)
+    return (_member(Parallelism, name, "parallelism", "auto"),)
+
+
+def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True) -> Action | None:
+    """The one action for all units, `Action.RECOMPUTE` or `Action.KEEP`; None lets the plan choose for each."""
+    actions = {name: each for name, each in RECOMPUTE_ACTIONS.items() if permits_auto or each is not None}
+    if recompute is None or (isinstance(recompute, Action) and recompute in actions.values()):
+        return recompute
+    return _named("value of recompute", recompute, actions)
+
+
+def parse_memory_formats(memory_format: MemoryFormatLike | None) -> tuple[MemoryFormat | None, ...]:
+    """The memory formats to choose from, at least one, of which None leaves the layout as it is.
+
+    The option is "auto", "contiguous", "channels_last", "preserve" or None, or one of torch's formats; any
+    other name raises UnknownNameError.
+    """
+    return _named("memory format", format_text(memory_format) or "preserve", _MEMORY_FORMATS)
+
+
+def prefers_simplest(effort: str) -> bool:
+    """Whether a value of the option `effort` asks for the simplest of plans that are equally fast."""
+    return _named("value of effort", effort, {"normal": True, "max": False})
+
+
+def keeps_own_checkpointing(value: str) -> bool:
+    """Whether a value of the option `own_checkpointing` leaves the model's own as it is."""
+    return _named("value of own_checkpointing", value, {"keep": True, "off": False})
+
+
+def _member(kind: type[Member], value: Any, what: str, *others: str) -> Member:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UnknownNameError(what, str(value), [*others, *map(str, kind)]) from None
+
+
+def _named(what: str, name: str, known: Mapping[str, Value]) -> Value:
+    if name not in known:
+        raise UnknownNameError(what, name, known)
+    return known[name]
 
 
 def _same(value: Any) -> Any:

@@ -66,8 +66,8 @@ def job() -> bf.Job:
 
 
 def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
+    from brimful.codec import to_json_document
     from brimful.report import error_document, estimate_document, gpus_document
-    from brimful.settings import settings_to_json
 
     estimate = bf.estimate(job, "T4", micro_batch_size=8)
     assert keys("brimful estimate") == [set(estimate_document(estimate))]
@@ -78,7 +78,7 @@ def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
     assert keys("brimful plan") == [set(plan.to_json())]
     assert keys("brimful plan --check") == [set(bf.check_plan(job, plan).to_json())]
     (settings,) = keys("Settings")
-    assert settings == set(settings_to_json(plan.settings))
+    assert settings == set(to_json_document(plan.settings))
     with pytest.raises(bf.InfeasibleError) as failed:
         bf.plan(job, "T4", global_batch_size=8, budget="1MiB")
     always, infeasible = keys("Errors")

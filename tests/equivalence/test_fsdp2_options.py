@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from brimful.errors import UsageError
 from brimful.memory import most_held_bytes, predict_memory
 from brimful.prediction import estimate_trace
 from brimful.profiling.named_device import resolve_device
-from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
+from brimful.settings import Parallelism, Precision, Settings
 from brimful.trace import Category, Phase, Trace
 from brimful.trainer import Trainer
 from brimful.trainer.step.fallback import MemoryFallback
@@ -232,8 +231,14 @@ def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reshard_after_forward": False, "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
-        ({"param_dtype": "bfloat16", "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
+        (
+            {"reshard_after_forward": False, "parallelism": Parallelism.DDP},
+            "is for FSDP2, .* and the parallelism is ddp",
+        ),
+        (
+            {"param_dtype": "bfloat16", "parallelism": Parallelism.DDP},
+            "is for FSDP2, .* and the parallelism is ddp",
+        ),
         ({"param_dtype": "bfloat16", "precision": Precision.FP32}, "under fp32; it can be 'bfloat16' under"),
         ({"param_dtype": "float16"}, "gathered in 'float16' under bf16"),
     ],
@@ -244,7 +249,7 @@ def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: st
     options = {"global_batch_size": 8, "param_dtype": "bfloat16", "precision": "bf16"}
     with pytest.raises(UsageError, match="divides a model among several ranks"):
         bf.plan(make_job(linear=True), "cpu", **options)
-    with pytest.raises(UsageError, match="not among the ways to train"):
+    with pytest.raises(UsageError, match=r"is for FSDP2, .* and the parallelism is ddp"):
         bf.plan(make_job(linear=True), "cpu", **options, world_size=2, parallelism="ddp")
 
 
@@ -256,11 +261,6 @@ def test_batch_norm_is_not_gathered_in_halves() -> None:
     capture_step(normalised, FSDP2, resolve_device("cpu"))
     with pytest.raises(UsageError, match="1 is a BatchNorm, whose parameters are not gathered"):
         capture_step(normalised, HALVES, resolve_device("cpu"))
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_ways_to_gather_go_into_a_file_and_back(how: Settings) -> None:
-    assert settings_from_json(json.loads(json.dumps(settings_to_json(how)))) == how
 
 
 def test_adafactor_is_refused_where_parameters_are_divided() -> None:
@@ -316,7 +316,6 @@ def test_offload_parameters_is_planned_for_fsdp2_alone_and_takes_its_time() -> N
     assert offloaded.predicted_step_seconds > plan.predicted_step_seconds
     assert offloaded.predicted_peak_allocated_bytes < plan.predicted_peak_allocated_bytes
     assert any("in the host's memory" in note for note in offloaded.notes)
-    assert settings_from_json(settings_to_json(offloaded.settings)) == offloaded.settings
     with pytest.raises(UsageError, match="offload_parameters=True is for FSDP2"):
         Settings(micro_batch_size=1, offload_parameters=True)
     with pytest.raises(UsageError, match="keeps the optimizer on the host already"):

@@ -18,7 +18,7 @@ import brimful as bf
 from brimful.errors import EquivalenceError, NonFiniteError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.profiling import measure_step
-from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
+from brimful.settings import Precision, Settings
 from brimful.trainer import Trainer
 from helpers import updates
 from helpers.faults import OutOfMemoryAt
@@ -118,10 +118,6 @@ def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
         plan(precision="fp16")
     with pytest.raises(UsageError, match="averaged first"):
         plan(world_size=2)
-
-
-def test_settings_with_it_are_read_again() -> None:
-    assert settings_from_json(settings_to_json(IN_BACKWARD)) == IN_BACKWARD
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,16 @@ from torch import nn
 from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.job import Job
+from brimful.options import PlanOptions
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace
 from helpers.models import GPT, Block, ResNet, UNet, vgg
 
 SAMPLES = 8
+
+
+FASTEST = PlanOptions(effort="max", max_exceedance=1.0, offload_optimizer=False)
+"""Asks for the fastest plan within a budget, however uncertain that is, with the optimizer on the device."""
 
 
 def vector_job(model: Callable[[], nn.Module], *shape: int) -> Job:

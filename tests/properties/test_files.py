@@ -50,8 +50,6 @@ from brimful.settings import (
     Precision,
     Settings,
     UnitAction,
-    settings_from_json,
-    settings_to_json,
 )
 from brimful.trace import Correction
 from brimful.trainer.storage.checkpoint import RunFile
@@ -106,6 +104,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
         expandable_segments=draw(st.booleans()),
         optimizer_in_backward=may_step and draw(st.booleans()),
         prefetch_inputs=draw(st.booleans()),
+        own_checkpointing=draw(st.booleans()),
         memory_format=draw(st.none() | st.sampled_from(MemoryFormat)),
         offload_optimizer=on_host,
         world_size=ranks,
@@ -221,8 +220,9 @@ def test_every_record_that_goes_through_the_codec_is_listed() -> None:
         text = path.read_text(encoding="utf-8")
         roots |= set(re.findall(r"(?:from_json_document|decode_json)\([^()]+?, (\w+), where", text))
     named = {"cls": (Plan, TrainingResult, EquivalenceReport), "record": (Calibration, KeptContext)}
-    listed = {record.__name__ for record in WRITTEN_AND_READ} | {"_Reading"}  # of a subprocess, by `asdict`
-    assert roots - named.keys() <= listed
+    listed = {record.__name__ for record in WRITTEN_AND_READ}
+    not_written_by_it = {"_Reading", "_ScalerState", "Manifest"}
+    assert roots - named.keys() <= listed | not_written_by_it
     assert {each for record in WRITTEN_AND_READ for each in inside(record)} <= set(WRITTEN_AND_READ)
     assert not set(WRITTEN_AND_READ) & set(WRITTEN_ALONE)
 
@@ -239,12 +239,6 @@ def inside(hint: Any) -> Iterator[Any]:
 
 def through_a_file(document: Any) -> Any:
     return json.loads(json.dumps(document, allow_nan=False))
-
-
-@settings(max_examples=50, deadline=None)
-@given(all_settings())
-def test_settings_are_read_back_as_they_were_written(how: Settings) -> None:
-    assert settings_from_json(through_a_file(settings_to_json(how))) == how
 
 
 QUICK = settings(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from brimful.codec import to_json_document
 from brimful.errors import UsageError
 from brimful.settings import (
     Action,
@@ -16,8 +17,6 @@ from brimful.settings import (
     Settings,
     UnitAction,
     op_kind,
-    settings_from_json,
-    settings_to_json,
 )
 
 
@@ -78,10 +77,6 @@ def test_a_limit_of_what_is_offloaded_is_of_an_offloaded_unit_and_positive(actio
         UnitAction(fqn="a", action=action, most_offloaded_bytes=limit)
 
 
-def test_json_both_ways() -> None:
-    assert settings_from_json(settings_to_json(SETTINGS)) == SETTINGS
-
-
 def test_a_reader_is_told_what_becomes_of_the_units() -> None:
     assert SETTINGS.describe() == (
         "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 6 units recomputed, "
@@ -124,8 +119,7 @@ def test_a_precision_is_understood_by_its_names(precision: Any) -> None:
 def test_a_memory_format_is_understood_by_its_names(named: Any, meant: MemoryFormat | None) -> None:
     settings = Settings(micro_batch_size=1, memory_format=named)
     assert settings.memory_format is meant
-    assert settings_from_json(settings_to_json(settings)) == settings
-    assert ("memory_format" in settings_to_json(settings)) is (meant is not None)
+    assert ("memory_format" in to_json_document(settings)) is (meant is not None)
     assert (str(meant) in settings.describe()) is (meant is not None)
 
 

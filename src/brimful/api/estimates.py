@@ -22,19 +22,20 @@ from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
-from brimful.options import MemoryFormatLike, PrecisionLike
+from brimful.options import (
+    MemoryFormatLike,
+    PrecisionLike,
+    parse_implementation,
+    parse_memory_formats,
+    parse_precision,
+    parse_recompute,
+)
 from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.quantities import parse_bytes
-from brimful.requests import (
-    parse_implementation,
-    parse_memory_formats,
-    parse_precision,
-    parse_recompute,
-)
 from brimful.settings import (
     Action,
     MemoryFormat,

@@ -9,6 +9,7 @@ from typing import Unpack
 from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
+from brimful.codec import PositiveInt
 from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.random_state import undisturbed
@@ -33,7 +34,7 @@ from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.quantities import parse_bytes
 from brimful.requests import request_of, with_budget
 from brimful.results import JobCalibration
-from brimful.settings import Settings, check_count
+from brimful.settings import Settings
 from brimful.status import busy
 from brimful.trace import Trace
 
@@ -50,9 +51,9 @@ def plan(
     job: Job,
     device: DeviceLike = "auto",
     *,
-    global_batch_size: int,
-    world_size: int = 1,
-    num_nodes: int = 1,
+    global_batch_size: PositiveInt,
+    world_size: PositiveInt = 1,
+    num_nodes: PositiveInt = 1,
     network: str | float | None = None,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
@@ -95,8 +96,8 @@ def plan_of_trainer(
     device: DeviceLike,
     *,
     check: SplitCheck,
-    global_batch_size: int,
-    world_size: int,
+    global_batch_size: PositiveInt,
+    world_size: PositiveInt,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan as `plan` does, for a trainer that divides its batches and weighs their losses itself.
@@ -126,9 +127,6 @@ def _planned(
     network: str | float | None,
     check: SplitCheck,
 ) -> Plan:
-    check_count("global_batch_size", global_batch_size)  # before the job's own code makes batches of it
-    check_count("world_size", world_size)
-    check_count("num_nodes", num_nodes)
     target = resolve_device(device)
     longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
     job = longest.job
@@ -147,7 +145,7 @@ def _planned(
     if memory is not None and asked.budget is None:
         request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
-        request = with_budget(request, asked.budget, capture)
+        request = with_budget(request, capture)
         is_here = is_of_this_machine(device)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
         found = _searched(capture, request, calibration)
@@ -169,8 +167,8 @@ def _calibration(job: Job, request: Request, capture: CachedCapture) -> JobCalib
 
     Factors of one precision or optimizer say nothing of another.
     """
-    permits, settings = request.permits, request.baseline_settings()
-    is_one_kind = len(permits.precisions) == 1 and not permits.other_optimizers
+    settings = request.baseline_settings()
+    is_one_kind = len(request.precisions) == 1 and not request.asked.allow_optimizers
     if not is_one_kind or not has_job_calibrations() or not request.device.supports(settings.precision):
         return None
     return kept_job_calibration(_kind(job, request, settings, capture))

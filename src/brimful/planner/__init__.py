@@ -27,7 +27,7 @@ from brimful.planner.notes import MEAN_OVER_SAMPLES_NOTE
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
 from brimful.planner.replays import estimate_of
-from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
+from brimful.planner.request import JobTraits, Request
 from brimful.planner.search import search
 
 __all__ = [
@@ -38,13 +38,9 @@ __all__ = [
     "GpuSurvey",
     "JobSource",
     "JobTraits",
-    "OptimizerChoice",
-    "Permits",
-    "Pins",
     "Plan",
     "PlanCheck",
     "PlanStatus",
-    "RankOptions",
     "Request",
     "UsualFit",
     "check_trace",

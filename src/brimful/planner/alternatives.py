@@ -77,9 +77,9 @@ def _searched(
         for each in slower
     ]
     if (
-        best.settings.optimizer != request.pins.optimizer
+        best.settings.optimizer != request.asked.optimizer
     ):  # then the best with the job's own optimizer is listed too
-        own_optimizer = [each for each in candidates if each.settings.optimizer == request.pins.optimizer]
+        own_optimizer = [each for each in candidates if each.settings.optimizer == request.asked.optimizer]
         next(by_least_time(own_optimizer, request.reserved_budget_bytes), None)
     known = {each.settings for each in found}
     looked_at = [each.known_expected(request.reserved_budget_bytes) for each in candidates]

@@ -102,7 +102,7 @@ class CandidateFamily:
             kept=kept,
             recomputed=recomputed,
             kept_seconds=step_seconds(kept, device).total_seconds,
-            pinned=self._request.pins.recompute,
+            pinned=self._request.recompute,
         )
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
@@ -110,7 +110,7 @@ class CandidateFamily:
         if settings.divides_state:
             return 0
         of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes
-        return max(self._request.permits.offload_host_bytes - of_optimizer, 0)
+        return max(self._request.offload_host_bytes - of_optimizer, 0)
 
     def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
         """The model's units, and others that take less where everything is recomputed.
@@ -120,7 +120,7 @@ class CandidateFamily:
         What the allocator reserves for each, only replays show.
         """
         units = self._find_units(kept)
-        if not units or self._request.pins.recompute is not None:
+        if not units or self._request.recompute is not None:
             return (units,)
         divided = [units, *self._finer(units, kept, settings)]
         joined = self._joined(kept, units)

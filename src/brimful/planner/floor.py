@@ -41,15 +41,15 @@ class Floor:
         `has_state` is whether optimizer state counts, if it cannot be on the host; False for other optimizers.
         """
         parts = {Category.PARAMETERS: most_held_bytes(baseline, Category.PARAMETERS)}
-        if request.ranks.world_size > 1:
+        if request.world_size > 1:
             parts = {}
-        elif not request.pins.optimizer_in_backward:
+        elif not request.asked.optimizer_in_backward:
             parts[Category.GRADIENTS] = most_held_bytes(baseline, Category.GRADIENTS)
         state_bytes = most_held_bytes(baseline, Category.OPTIMIZER_STATE)
-        may_be_on_host = request.pins.offload_optimizer or (
-            request.may_offload_optimizer and state_bytes <= request.permits.offload_host_bytes
+        may_be_on_host = request.asked.offload_optimizer or (
+            request.may_offload_optimizer and state_bytes <= request.offload_host_bytes
         )
-        if parts and has_state and not (may_be_on_host or request.permits.other_optimizers):
+        if parts and has_state and not (may_be_on_host or request.asked.allow_optimizers):
             parts[Category.OPTIMIZER_STATE] = state_bytes
         *first, last = [str(category).replace("_", " ") for category in parts] or [""]
         return cls(held_bytes=sum(parts.values()), parts=" and ".join(filter(None, [", ".join(first), last])))
@@ -68,11 +68,11 @@ def step_over_floor(capture: Callable[[Settings], Trace], request: Request, base
         return None
     is_whole = request.keeps_batch_whole(baseline)
     size = request.rank_batch_size if is_whole else request.micro_batch_sizes()[-1]
-    units = () if request.pins.recompute is Action.KEEP else find_units(baseline)
+    units = () if request.recompute is Action.KEEP else find_units(baseline)
     settings = replace(
         request.bases()[0].with_micro_batch_size(size),
         units=uniform_actions(units, Action.RECOMPUTE),
-        expandable_segments=request.permits.expandable_segments and request.device.kind == "cuda",
+        expandable_segments=request.asked.expandable_segments and request.device.kind == "cuda",
     )
     try:
         return estimate_unlimited(capture(settings), request.device)

@@ -14,7 +14,7 @@ def with_headroom(request: Request, baseline: Estimate) -> Request:
 
     The baseline is that without a plan, wherever it fits. The limit of the request stays.
     """
-    needed_bytes = bytes_at_probability(baseline, request.device.kind, request.permits.exceedance)
+    needed_bytes = bytes_at_probability(baseline, request.device.kind, request.asked.max_exceedance)
     headroom = needed_bytes / max(baseline.predicted_peak_device_bytes, 1)
     budget_bytes = min(int(limit_of(request) / headroom), request.budget_bytes)
     return replace(request, budget_bytes=budget_bytes, limit_bytes=limit_of(request))

@@ -66,7 +66,7 @@ def nothing_fits(
         )
     if asked := ", ".join(_what_was_asked(request)):
         lines.append(f"  you asked for: {asked}; without that, a smaller budget may do")
-    is_format_default = request.permits.memory_formats == (None,)
+    is_format_default = request.memory_formats == (None,)
     if is_format_default and baseline.trace.convolves_images and not floor.is_over(request):
         lines.append(
             "  not tried: memory_format='auto' (--memory-format auto). Convolutions may take less in "
@@ -82,19 +82,19 @@ def nothing_fits(
 
 def _what_was_asked(request: Request) -> Iterator[str]:
     """Pinned or forbidden options without which a plan could take less memory."""
-    if request.pins.micro_batch_size not in (None, 1):
-        yield f"micro-batches of {request.pins.micro_batch_size}"
-    if request.pins.recompute is not None:
-        yield f"{'nothing' if request.pins.recompute is Action.KEEP else 'everything'} recomputed"
-    if not request.permits.chunked_loss:
+    if request.asked.micro_batch_size not in (None, 1):
+        yield f"micro-batches of {request.asked.micro_batch_size}"
+    if request.recompute is not None:
+        yield f"{'nothing' if request.recompute is Action.KEEP else 'everything'} recomputed"
+    if not request.asked.chunked_loss:
         yield "no chunked loss"
-    if request.device.kind == "cuda" and not request.permits.expandable_segments:
+    if request.device.kind == "cuda" and not request.asked.expandable_segments:
         yield "no expandable segments"
-    if request.device.kind == "cpu" and request.pins.offload_optimizer:
+    if request.device.kind == "cpu" and request.asked.offload_optimizer:
         yield "the optimizer on the host, which is the device here, so that nothing is spared"
-    if request.device.kind == "cuda" and not request.permits.offload_host_bytes:
+    if request.device.kind == "cuda" and not request.offload_host_bytes:
         yield "no offload"
-    elif request.device.kind == "cuda" and request.pins.offload_optimizer is False:
+    elif request.device.kind == "cuda" and request.asked.offload_optimizer is False:
         yield "no optimizer on the host"
 
 
@@ -109,9 +109,9 @@ def _options(capture: Capture, request: Request, smallest: Estimate, baseline: T
     tried: list[tuple[str, dict[str, Any]]] = [
         (f"precision {precision}", {"precision": precision})
         for precision in (Precision.BF16, Precision.FP16)
-        if may_fit and precision not in request.permits.precisions and request.device.supports(precision)
+        if may_fit and precision not in request.precisions and request.device.supports(precision)
     ][:1]
-    if may_fit_without_state and request.pins.optimizer is None:
+    if may_fit_without_state and request.asked.optimizer is None:
         tried += [
             (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
             for name in ("adafactor", "sgd")
@@ -140,10 +140,10 @@ def _more_host_memory(capture: Capture, request: Request, settings: Settings) ->
     needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)
     estimate = estimate_unlimited(trace, request.device)
     fits = estimate.predicted_peak_device_bytes <= request.budget_bytes
-    if fits and needed_bytes > request.permits.offload_host_bytes:
+    if fits and needed_bytes > request.offload_host_bytes:
         yield (
             f"host_memory {_rounded_up(needed_bytes)}, --host-memory, for the optimizer's state "
-            f"({format_bytes(request.permits.offload_host_bytes)} permitted now; "
+            f"({format_bytes(request.offload_host_bytes)} permitted now; "
             f"{format_bytes(estimate.predicted_peak_device_bytes)} predicted on the device)"
         )
 

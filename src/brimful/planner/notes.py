@@ -134,7 +134,7 @@ def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Reques
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
     """Note that the optimizer is another than the job's, if it is."""
-    if settings.optimizer == request.pins.optimizer:
+    if settings.optimizer == request.asked.optimizer:
         return []
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
@@ -144,14 +144,14 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
 def _what_the_format_changes(settings: Settings, request: Request) -> list[str]:
     """Notes that channels_last rounds otherwise, and that a CPU's choice rests on copies alone."""
     notes = [_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []
-    if request.device.kind == "cpu" and len(request.permits.memory_formats) > 1:
+    if request.device.kind == "cpu" and len(request.memory_formats) > 1:
         notes.append(_FORMATS_ON_CPU_NOTE)
     return notes
 
 
 def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:
     """The probability of exceeding the budget, where it is larger than is permitted, or than by default."""
-    probability, permitted = exceedance_of(best, request), request.permits.exceedance
+    probability, permitted = exceedance_of(best, request), request.asked.max_exceedance
     if probability <= min(permitted, DEFAULT_PROBABILITY):
         return []
     wanted = min(permitted, DEFAULT_PROBABILITY)
@@ -179,7 +179,7 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[Can
 
 def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], request: Request) -> list[str]:
     """What is expected within the budget and clearly faster than a plan that has more headroom."""
-    if exceedance_of(best, request) > request.permits.exceedance:
+    if exceedance_of(best, request) > request.asked.max_exceedance:
         return []
     bound = best.predicted_step_seconds * (1 - NOTED_GAIN)
     riskier = next(by_least_time(candidates, request.reserved_budget_bytes), None)
@@ -188,7 +188,7 @@ def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], req
     gain = 1 - riskier.seconds / best.predicted_step_seconds
     return [
         f"With less headroom, {riskier.settings.describe()} is expected to fit and to be {gain:.0%} faster. A "
-        f"max_exceedance (--max-exceedance) above {request.permits.exceedance:g} permits it."
+        f"max_exceedance (--max-exceedance) above {request.asked.max_exceedance:g} permits it."
     ]
 
 
@@ -196,7 +196,7 @@ def _what_simplicity_costs(found: Sequence[Estimate], request: Request) -> list[
     """What the fastest choice does beyond the plan, and what it would gain, if a simpler one was chosen."""
     best = found[0]
     fastest = min(found, key=lambda estimate: estimate.predicted_step_seconds)
-    if not request.permits.prefers_simplest or fastest is best:
+    if not request.prefers_simplest or fastest is best:
         return []
     seconds = best.predicted_step_seconds
     gained = difference_interval(best.step_time, fastest.step_time, request.device)
@@ -242,7 +242,7 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
     if taken_bytes and device.kind == "cuda":
-        permitted_bytes = request.permits.offload_host_bytes
+        permitted_bytes = request.offload_host_bytes
         permitted = f"{format_bytes(permitted_bytes)} permitted (set it with host_memory, --host-memory)"
         how = "of the" if taken_bytes <= permitted_bytes else "more than the"
         notes.append(
@@ -257,7 +257,7 @@ def _where_the_optimizer_returns(
     best: Estimate, request: Request, candidates: Sequence[CandidateSearch]
 ) -> list[str]:
     """Note of the budget from which the optimizer fits the device, if want of room sent it to the host."""
-    if not best.settings.offload_optimizer or request.pins.offload_optimizer:
+    if not best.settings.offload_optimizer or request.asked.offload_optimizer:
         return []
     on_device = [each for each in candidates if not each.settings.offload_optimizer]
     least_bytes = min(each.grid.smallest_peak_bytes for each in on_device) + request.device.context_bytes

@@ -1,14 +1,25 @@
-"""What is asked of a plan: the job and the device, what is pinned, what is permitted, and the ranks.
+"""What is asked of a plan: the job, the device, the options, and what follows from them.
 
 Start reading at `Request`; `Request.bases` has the settings that a search starts from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from brimful.devices import Device
 from brimful.errors import UsageError
+from brimful.options import (
+    PlanOptions,
+    keeps_own_checkpointing,
+    parse_memory_formats,
+    parse_parallelisms,
+    parse_precision,
+    parse_recompute,
+    prefers_simplest,
+)
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -16,18 +27,10 @@ from brimful.settings import (
     Parallelism,
     Precision,
     Settings,
-    check_counts,
+    check_fsdp2_alone,
     fp16_is_divided,
 )
 from brimful.trace import Trace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerChoice:
-    """An optimizer that may be used in place of the job's own."""
-
-    name: str
-    implementation: OptimizerImplementation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,112 +49,6 @@ class JobTraits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pins:
-    """Settings that are pinned; None lets the plan choose."""
-
-    micro_batch_size: int | None = None
-    recompute: Action | None = None
-    """The action for all units."""
-    optimizer: str | None = None
-    """Name of the optimizer, also in the baseline; None is the job's own."""
-    optimizer_implementation: OptimizerImplementation | None = None
-    """Implementation in every candidate; None keeps the optimizer's own, as in the baseline."""
-    optimizer_in_backward: bool = False
-    """Whether parameters are updated in backward, which requires an unsplit batch."""
-    offload_optimizer: bool | None = False
-    prefetch_inputs: bool = False
-    """Whether the next micro-batch is copied to the device while the current one is computed."""
-    own_checkpointing: bool = True
-    """Whether to keep the model's own activation checkpointing, as the baseline does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permits:
-    """Choices that a plan is permitted."""
-
-    precisions: tuple[Precision, ...] = (Precision.FP32,)
-    """Permitted precisions; the first is that of the baseline."""
-    other_optimizers: tuple[OptimizerChoice, ...] = ()
-    """Optimizers permitted in addition to the baseline's. They change the mathematics."""
-    chunked_loss: bool = True
-    """Whether a loss over a large vocabulary may be computed for one chunk of the tokens at a time."""
-    expandable_segments: bool = True
-    """Whether the CUDA allocator may use expandable segments."""
-    offload_host_bytes: int = 0
-    """Host memory that offloaded units and an offloaded optimizer may take; with 0, no plan offloads."""
-    splits_coupled_batches: bool = False
-    """Whether a batch may be split although a layer couples its samples (BatchNorm) or each forward changes
-    what the next one finds (spectral norm), which changes what is computed. False keeps the mathematics: such a
-    model trains its whole batch at once."""
-    exceedance: float = 1.0
-    """Largest probability of exceeding the budget; 1 permits any."""
-    prefers_simplest: bool = False
-    """Whether the simplest is chosen among plans whose times cannot be distinguished, not the fastest."""
-    memory_formats: tuple[MemoryFormat | None, ...] = (None,)
-    """Permitted memory formats, of which None leaves the layout as it is, as the baseline does. Of a model
-    without 2-d and 3-d convolutions the first alone is tried."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """Data-parallel ranks and the ways to train on them; the last three fields are for FSDP2."""
-
-    world_size: int = 1
-    """Number of ranks, which divide the global batch evenly."""
-    num_nodes: int = 1
-    """Number of machines among which the ranks are divided."""
-    parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
-    """Permitted ways to train on them; the first is that of the baseline."""
-    reshard_after_forward: bool | None = None
-    """Whether gathered parameters are freed after forward; None lets the plan choose."""
-    param_dtype: str | None = None
-    """Type to gather parameters in. It changes the mathematics slightly, so no plan chooses it by itself."""
-    offload_parameters: bool = False
-
-    def check_division(self, global_batch_size: int) -> None:
-        """Check that ranks divide the global batch evenly; UsageError if not."""
-        if global_batch_size % self.world_size:
-            nearest = max(round(global_batch_size / self.world_size), 1) * self.world_size
-            raise UsageError(
-                f"the global batch size {global_batch_size} cannot be divided evenly among "
-                f"{self.world_size} ranks. Nearest that can: {nearest}."
-            )
-
-    def check_nodes(self) -> None:
-        """Check that ranks are divided evenly among nodes; UsageError if not."""
-        if self.world_size % self.num_nodes:
-            raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")
-
-    def check_fsdp2(self) -> None:
-        """Check that fields for FSDP2 are set only where it is permitted; UsageError if not."""
-        if Parallelism.FSDP2 in self.parallelisms:
-            return
-        for name in ("reshard_after_forward", "param_dtype", "offload_parameters"):
-            value = getattr(self, name)
-            if value is None or (name == "offload_parameters" and not value):
-                continue
-            how = f"{name}={value!r}"
-            if self.world_size == 1:
-                on_host = " On one device offload_optimizer has the optimizer's state on the host."
-                raise UsageError(
-                    f"{how} is for FSDP2, which divides a model among several ranks; there is one. Leave "
-                    "it out." + (on_host if name == "offload_parameters" else "")
-                )
-            raise UsageError(
-                f"{how} is for FSDP2, which is not among the ways to train that are permitted "
-                f"({', '.join(self.parallelisms)}, {self.world_size} ranks)."
-            )
-
-    def choices(self, parallelism: Parallelism) -> tuple[RankOptions, ...]:
-        """The fields for FSDP2 under one way to train, each decided; what takes less memory first."""
-        if parallelism is not Parallelism.FSDP2:
-            return (replace(self, reshard_after_forward=True, param_dtype=None, offload_parameters=False),)
-        pinned = self.reshard_after_forward
-        reshards = (True, False) if pinned is None else (pinned,)
-        return tuple(replace(self, reshard_after_forward=each) for each in reshards)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request to the planner."""
 
@@ -162,54 +59,106 @@ class Request:
     global_batch_size: int
     limit_bytes: int | None = None
     """What must not be exceeded: without a budget, what the device has free; None is the budget."""
-    pins: Pins = Pins()
-    permits: Permits = Permits()
-    ranks: RankOptions = RankOptions()
+    world_size: int = 1
+    """Number of ranks, which divide the global batch evenly."""
+    num_nodes: int = 1
+    """Number of machines among which the ranks are divided."""
+    asked: PlanOptions = field(default_factory=PlanOptions)
+    """The options; what they ask of the host and of implementations is in the fields below."""
+    implementations: Mapping[str | None, OptimizerImplementation | None] = field(default_factory=dict)
+    """The implementation of each optimizer in every candidate; without one it is the optimizer's own, as in the
+    baseline."""
+    offload_host_bytes: int = 0
+    """Host memory that offloaded units and an offloaded optimizer may take; with 0, no plan offloads."""
 
     def __post_init__(self) -> None:
-        check_counts(self, "global_batch_size")
-        check_counts(self.ranks, "world_size", "num_nodes")
-        pinned = self.pins.micro_batch_size
-        if pinned is not None:
-            check_counts(self.pins, "micro_batch_size")
-        self.ranks.check_nodes()
-        if self.pins.optimizer_in_backward and pinned not in (None, self.global_batch_size):
+        pinned = self.asked.micro_batch_size
+        if self.asked.optimizer_in_backward and pinned not in (None, self.global_batch_size):
             raise UsageError(
                 f"micro_batch_size is {pinned}, and optimizer_in_backward takes the global "
                 f"batch of {self.global_batch_size} at once. Set only one of the two."
             )
         if self.job.why_not_split is not None:
             self._check_whole(self.job.why_not_split)
-        self.ranks.check_division(self.global_batch_size)
-        if self.permits.precisions == (Precision.FP16,) and Parallelism.DDP not in self.ranks.parallelisms:
-            raise fp16_is_divided(self.ranks.parallelisms[0])
-        self.ranks.check_fsdp2()
+        self._check_division()
+        if self.precisions == (Precision.FP16,) and Parallelism.DDP not in self.parallelisms:
+            raise fp16_is_divided(self.parallelisms[0])
+        check_fsdp2_alone(self.asked, self.parallelisms)
+        if not 0 < self.asked.max_exceedance <= 1:
+            raise UsageError(
+                f"max_exceedance is {self.asked.max_exceedance!r}; a probability is above 0 and at most 1. "
+                "0.01 is 1 %."
+            )
+        prefers_simplest(self.asked.effort)  # these three raise if a name is unknown, or names contradict
+        parse_recompute(self.asked.recompute)
+        self.bases()
+
+    def _check_division(self) -> None:
+        """Check that ranks divide the global batch evenly; UsageError if not."""
+        if self.global_batch_size % self.world_size:
+            nearest = max(round(self.global_batch_size / self.world_size), 1) * self.world_size
+            raise UsageError(
+                f"the global batch size {self.global_batch_size} cannot be divided evenly among "
+                f"{self.world_size} ranks. Nearest that can: {nearest}."
+            )
 
     def _check_whole(self, why_not_split: str) -> None:
         """Check that nothing asks for parts of a batch that cannot be split."""
-        asked = f"Parts of each batch for {self.ranks.world_size} ranks" if self.ranks.world_size > 1 else ""
-        if self.pins.micro_batch_size not in (None, self.rank_batch_size):
-            asked = f"Micro-batches of {self.pins.micro_batch_size} of {self.global_batch_size} samples"
+        asked = f"Parts of each batch for {self.world_size} ranks" if self.world_size > 1 else ""
+        if self.asked.micro_batch_size not in (None, self.rank_batch_size):
+            asked = f"Micro-batches of {self.asked.micro_batch_size} of {self.global_batch_size} samples"
         if asked:
             raise UsageError(f"{asked} cannot be formed: {why_not_split}")
 
     @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Permitted precisions; the first is that of the baseline."""
+        if self.asked.precision == "auto":
+            return tuple(each for each in Precision if self.device.supports(each))
+        return tuple(parse_precision(name.strip()) for name in self.asked.precision.split(","))
+
+    @property
+    def optimizers(self) -> tuple[str | None, ...]:
+        """Permitted optimizers by name, of which None is the job's own; the first is that of the baseline."""
+        return (self.asked.optimizer, *self.asked.allow_optimizers)
+
+    @property
+    def parallelisms(self) -> tuple[Parallelism, ...]:
+        """Permitted ways to train on the ranks; the first is that of the baseline."""
+        return parse_parallelisms(self.asked.parallelism, self.world_size)
+
+    @property
+    def memory_formats(self) -> tuple[MemoryFormat | None, ...]:
+        """Permitted memory formats, of which None leaves the layout as it is, as the baseline does."""
+        return parse_memory_formats(self.asked.memory_format)
+
+    @property
+    def recompute(self) -> Action | None:
+        """The action for all units; None lets the plan choose for each."""
+        return parse_recompute(self.asked.recompute)
+
+    @property
+    def prefers_simplest(self) -> bool:
+        """Whether the simplest is chosen among plans whose times cannot be distinguished, not the fastest."""
+        return prefers_simplest(self.asked.effort)
+
+    @property
     def rank_batch_size(self) -> int:
         """Samples of the global batch that each rank computes."""
-        return self.global_batch_size // self.ranks.world_size
+        return self.global_batch_size // self.world_size
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Divisors of a rank's part of the global batch, largest first, or the one size that is pinned.
 
         A pinned size that is not a divisor raises UsageError.
         """
-        is_whole = self.pins.optimizer_in_backward or self.job.why_not_split is not None
-        pinned = self.rank_batch_size if is_whole else self.pins.micro_batch_size
+        is_whole = self.asked.optimizer_in_backward or self.job.why_not_split is not None
+        pinned = self.rank_batch_size if is_whole else self.asked.micro_batch_size
         if pinned is None:
             return _divisors(self.rank_batch_size)
         if self.rank_batch_size % pinned:
             near = min(_divisors(self.rank_batch_size), key=lambda size: abs(size - pinned))
-            is_global = self.ranks.world_size == 1
+            is_global = self.world_size == 1
             whose = "the global batch size" if is_global else "a rank's part of the global batch,"
             raise UsageError(
                 f"micro_batch_size {pinned} does not divide {whose} {self.rank_batch_size}. "
@@ -219,66 +168,70 @@ class Request:
 
     def baseline_settings(self) -> Settings:
         """Training without a plan: the whole global batch at once, everything kept."""
-        parallelism = self.ranks.parallelisms[0]
+        parallelism = self.parallelisms[0]
         return Settings(
             micro_batch_size=self.rank_batch_size,
-            precision=self.permits.precisions[0],
-            optimizer=self.pins.optimizer,
-            world_size=self.ranks.world_size,
-            num_nodes=self.ranks.num_nodes,
+            precision=self.precisions[0],
+            optimizer=self.asked.optimizer,
+            world_size=self.world_size,
+            num_nodes=self.num_nodes,
             parallelism=parallelism,
-            param_dtype=self.ranks.choices(parallelism)[0].param_dtype,
+            param_dtype=self.asked.param_dtype if parallelism is Parallelism.FSDP2 else None,
         )
 
     def bases(self) -> tuple[Settings, ...]:
         """What may be chosen for the whole of a step, each with the whole batch at once and everything kept."""
-        pins, permits = self.pins, self.permits
-        own = (pins.optimizer, pins.optimizer_implementation)
-        optimizers = (own, *((other.name, other.implementation) for other in permits.other_optimizers))
+        asked = self.asked
         return tuple(
             Settings(
                 micro_batch_size=self.rank_batch_size,
                 precision=precision,
-                optimizer=name,
-                optimizer_implementation=implementation,
-                optimizer_in_backward=pins.optimizer_in_backward,
-                offload_optimizer=bool(pins.offload_optimizer),
-                prefetch_inputs=pins.prefetch_inputs,
-                own_checkpointing=pins.own_checkpointing,
+                optimizer=optimizer,
+                optimizer_implementation=self.implementations.get(optimizer),
+                optimizer_in_backward=asked.optimizer_in_backward,
+                offload_optimizer=bool(asked.offload_optimizer),
+                prefetch_inputs=asked.prefetch_inputs,
+                own_checkpointing=keeps_own_checkpointing(asked.own_checkpointing),
                 memory_format=memory_format,
-                world_size=ranks.world_size,
-                num_nodes=ranks.num_nodes,
+                world_size=self.world_size,
+                num_nodes=self.num_nodes,
                 parallelism=parallelism,
-                reshard_after_forward=bool(ranks.reshard_after_forward),
-                param_dtype=ranks.param_dtype,
-                offload_parameters=ranks.offload_parameters,
+                **sharding,
             )
-            for parallelism in self.ranks.parallelisms
-            for ranks in self.ranks.choices(parallelism)
-            for name, implementation in optimizers
-            for precision in permits.precisions
+            for parallelism in self.parallelisms
+            for sharding in self._shardings(parallelism)
+            for optimizer in self.optimizers
+            for precision in self.precisions
             if precision is not Precision.FP16 or self._may_take_fp16(parallelism)
             for memory_format in self._memory_formats(parallelism)
         )
 
+    def _shardings(self, parallelism: Parallelism) -> tuple[dict[str, Any], ...]:
+        """Settings of FSDP2, each decided, what takes less memory first; none under another way to train."""
+        if parallelism is not Parallelism.FSDP2:
+            return ({},)
+        pinned = self.asked.reshard_after_forward
+        common = {"param_dtype": self.asked.param_dtype, "offload_parameters": self.asked.offload_parameters}
+        return tuple(
+            {"reshard_after_forward": each, **common}
+            for each in ((True, False) if pinned is None else (pinned,))
+        )
+
     def _may_take_fp16(self, parallelism: Parallelism) -> bool:
         """Whether fp16, one of several precisions perhaps, can be combined with what is asked."""
-        is_choice = len(self.permits.precisions) > 1
-        return parallelism is Parallelism.DDP and not (self.pins.optimizer_in_backward and is_choice)
+        is_choice = len(self.precisions) > 1
+        return parallelism is Parallelism.DDP and not (self.asked.optimizer_in_backward and is_choice)
 
     def _memory_formats(self, parallelism: Parallelism) -> tuple[MemoryFormat | None, ...]:
         """The memory formats to try: where a choice is left, only those that ranks can take."""
-        formats = self.permits.memory_formats
-        is_sharded = self.ranks.world_size > 1 and parallelism is not Parallelism.DDP
-        return formats[:1] if is_sharded else formats
+        is_sharded = self.world_size > 1 and parallelism is not Parallelism.DDP
+        return self.memory_formats[:1] if is_sharded else self.memory_formats
 
     @property
     def may_offload_optimizer(self) -> bool:
         """Whether a plan may put the optimizer on the host, where several ranks would share its processors."""
-        is_apart = (
-            self.device.kind == "cuda" and self.ranks.world_size == 1 and not self.pins.optimizer_in_backward
-        )
-        return is_apart and self.pins.offload_optimizer is None and self.permits.offload_host_bytes > 0
+        is_apart = self.device.kind == "cuda" and self.world_size == 1 and not self.asked.optimizer_in_backward
+        return is_apart and self.asked.offload_optimizer is None and self.offload_host_bytes > 0
 
     @property
     def reserved_budget_bytes(self) -> int:
@@ -287,16 +240,16 @@ class Request:
 
     def for_model(self, baseline: Trace) -> Request:
         """The request with the choices that matter to the model of the baseline."""
-        if baseline.convolves_images or len(self.permits.memory_formats) == 1:
+        if baseline.convolves_images or len(self.memory_formats) == 1:
             return self
-        return replace(self, permits=replace(self.permits, memory_formats=self.permits.memory_formats[:1]))
+        return replace(self, asked=replace(self.asked, memory_format=str(self.memory_formats[0])))
 
     def keeps_batch_whole(self, baseline: Trace) -> bool:
         """Whether splitting the batch would change the mathematics and is not permitted."""
         return (
             bool(baseline.batch_coupled_modules)
-            and not self.permits.splits_coupled_batches
-            and self.pins.micro_batch_size is None
+            and not self.asked.split_batch_norm
+            and self.asked.micro_batch_size is None
         )
 
 

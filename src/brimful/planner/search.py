@@ -54,7 +54,7 @@ def search(capture: Capture, request: Request) -> Plan:
     The prediction is of a capture with the plan applied. If nothing permitted fits, an InfeasibleError says by
     how much, why, and what would; a request that contradicts itself or the device raises UsageError.
     """
-    for precision in request.permits.precisions:
+    for precision in request.precisions:
         request.device.check_precision(precision)
     baseline = Baseline.of(capture, request)
     request = request.for_model(baseline.trace)
@@ -93,10 +93,10 @@ def _safely_found(candidates: Sequence[CandidateSearch], request: Request) -> li
         found = fastest_within(candidates, limit_bytes)
         if not found:
             return []
-        over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+        over_bytes = bytes_over(found[0], request, request.asked.max_exceedance)
         if over_bytes <= 0:
             found = _simplest_of(candidates, found, request, limit_bytes)
-            over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+            over_bytes = bytes_over(found[0], request, request.asked.max_exceedance)
             if over_bytes <= 0:
                 return found
         limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
@@ -108,7 +108,7 @@ def _simplest_of(
 ) -> list[Estimate]:
     """The fastest choices; the simplest of those that are as fast comes first, unless the fastest should."""
     found = with_less_offloading(candidates, fastest, limit_bytes)
-    if request.permits.prefers_simplest:
+    if request.prefers_simplest:
         return simplest_first(candidates, found, request, limit_bytes)
     return found
 
@@ -117,10 +117,10 @@ def _candidates(capture: Capture, request: Request, baseline: Trace, notes: list
     """All candidates that are worth a search; those that take less memory only where it limits the others."""
     space = SearchSpace(capture, request, baseline, notes)
     candidates = space.of_bases(request.bases())
-    can_chunk = request.permits.chunked_loss and not baseline.couples_samples
+    can_chunk = request.asked.chunked_loss and not baseline.couples_samples
     if can_chunk and _is_limited_by_memory(candidates, request):
         candidates += space.with_chunked_loss()
-    can_expand = request.permits.expandable_segments and request.device.kind == "cuda"
+    can_expand = request.asked.expandable_segments and request.device.kind == "cuda"
     if can_expand and _is_limited_by_memory(candidates, request):
         candidates += [each.with_expandable_segments() for each in candidates]
     if request.may_offload_optimizer and _may_gain_on_host(candidates, request, baseline):
@@ -159,9 +159,9 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
     if least_seconds is None:
         return True
     most_gained_seconds = expected.seconds - least_seconds
-    state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
+    state_bytes = 0 if request.asked.allow_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     needed_seconds = least_host_update_seconds(baseline, request.device, state_bytes)
-    if request.permits.prefers_simplest:
+    if request.prefers_simplest:
         needed_seconds += least_distinguished_seconds(expected.seconds)
     return most_gained_seconds > needed_seconds
 

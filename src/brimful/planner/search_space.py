@@ -35,7 +35,7 @@ class SearchSpace:
             try:
                 found += self._of_base(base)
             except (CaptureError, UsageError) as error:
-                if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
+                if base.parallelism is Parallelism.FSDP2 and len(self._request.parallelisms) > 1:
                     self._notes.append(f"FSDP2 is not considered: {error}")
                     continue
                 found += self._despite(error, base)
@@ -43,7 +43,7 @@ class SearchSpace:
 
     def _despite(self, error: CaptureError | UsageError, base: Settings) -> list[CandidateSearch]:
         """Candidates after those of `base` failed: with the optimizer's own implementation, or none."""
-        others = self._request.permits.memory_formats[:-1]
+        others = self._request.memory_formats[:-1]
         is_choice = bool(others) and base.memory_format not in others and base in self._request.bases()
         if base.optimizer_implementation is None and not is_choice:
             raise error
@@ -111,7 +111,7 @@ class SearchSpace:
         return None
 
     def _why_no_room_on_host(self, taken_bytes: int, how_many: str = "") -> str | None:
-        permitted_bytes = self._request.permits.offload_host_bytes
+        permitted_bytes = self._request.offload_host_bytes
         if taken_bytes <= permitted_bytes:
             return None
         return (

@@ -98,13 +98,11 @@ def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
 
 def order_of(settings: Settings, reserved_bytes: int, request: Request) -> Order:
     """How simple settings are among those that a request permits."""
-    permits = request.permits
-    optimizers = [request.pins.optimizer, *(each.name for each in permits.other_optimizers)]
     return Order(
-        optimizer=_place(settings.optimizer, optimizers),
-        precision=_place(settings.precision, permits.precisions),
-        parallelism=_place(settings.parallelism, request.ranks.parallelisms),
-        memory_format=_place(settings.memory_format, permits.memory_formats),
+        optimizer=_place(settings.optimizer, request.optimizers),
+        precision=_place(settings.precision, request.precisions),
+        parallelism=_place(settings.parallelism, request.parallelisms),
+        memory_format=_place(settings.memory_format, request.memory_formats),
         complexity=complexity_of(settings),
         needs_expandable_segments=settings.expandable_segments,
         changed_units=len(settings.changed),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from brimful.codec import from_builtins, from_json_document, parse_json, read_regular_file, to_json_document
+from brimful.codec import from_json_document, parse_json, read_regular_file, to_json_document
 from brimful.errors import FileFormatError
 
 if TYPE_CHECKING:
@@ -52,10 +52,10 @@ def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, R
     damage: list[FileFormatError] = []
     try:
         content = parse_json(read_regular_file(path, what="cache of measurements"), where=where)
-        document = from_builtins(content, dict[str, Any], where=where)
+        document = from_json_document(content, dict[str, Any], where=where)
         if document.get("version") != CACHE_VERSION:
             return {}
-        entries = from_builtins(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
+        entries = from_json_document(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
         for key, values in entries.items():
             try:
                 kept[key] = _read_entry(key, values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")

@@ -1,7 +1,7 @@
 """How one optimizer step runs: planning chooses `Settings`, capture predicts them, execution applies them.
 
 Start reading at `settings.Settings`. `choices` has the values of its fields, `units` the actions for parts of a
-model, `document` the JSON format.
+model.
 """
 
 from brimful.settings.choices import (
@@ -10,11 +10,9 @@ from brimful.settings.choices import (
     OptimizerImplementation,
     Parallelism,
     Precision,
-    check_count,
-    check_counts,
+    check_fsdp2_alone,
     fp16_is_divided,
 )
-from brimful.settings.document import settings_from_json, settings_to_json
 from brimful.settings.settings import Settings
 from brimful.settings.units import (
     ChunkedLoss,
@@ -36,13 +34,10 @@ __all__ = [
     "Settings",
     "Span",
     "UnitAction",
-    "check_count",
-    "check_counts",
+    "check_fsdp2_alone",
     "fp16_is_divided",
     "has_input_ops",
     "module_part",
     "op_kind",
-    "settings_from_json",
-    "settings_to_json",
     "with_input_ops",
 ]

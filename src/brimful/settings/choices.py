@@ -1,9 +1,11 @@
-"""The values of settings, and checks of user input for them."""
+"""The values of settings, and what they permit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from enum import StrEnum
-from numbers import Integral
+from typing import Any
 
 from brimful.errors import UsageError
 
@@ -115,32 +117,21 @@ class Action(StrEnum):
     too, runs once more to compute that input."""
 
 
-def check_counts(record: object, *names: str) -> None:
-    """Check that fields of a record are positive whole numbers.
+def check_fsdp2_alone(asked: Any, parallelisms: Sequence[Parallelism]) -> None:
+    """Check that what only FSDP2 does is not asked of other ways to train; UsageError if it is.
 
-    Args:
-        record: The record.
-        *names: Names of the fields.
-
-    Raises:
-        UsageError: One is less than 1, a float, a text or a bool.
+    `asked` is a record with fields of these names; their defaults ask for nothing.
     """
-    for name in names:
-        check_count(name, getattr(record, name))
+    for each in fields(asked):
+        value = getattr(asked, each.name)
+        if each.name not in _OF_FSDP2 or value == each.default or Parallelism.FSDP2 in parallelisms:
+            continue
+        on_host = " On one device offload_optimizer has the optimizer's state on the host."
+        raise UsageError(
+            f"{each.name}={value!r} is for FSDP2, which divides a model among several ranks, and the "
+            f"parallelism is {' or '.join(parallelisms)}. Leave it out, or take fsdp2 on several ranks."
+            + (on_host if each.name == "offload_parameters" else "")
+        )
 
 
-def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Check that an argument is a whole number, at least 1.
-
-    Args:
-        name: Name of the argument.
-        value: Its value.
-        least: Its minimum.
-
-    Raises:
-        UsageError: It is less, a float, a text or a bool.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
-    if value < least:
-        raise UsageError(f"{name} is {value}; it must be at least {least}.")
+_OF_FSDP2 = ("reshard_after_forward", "param_dtype", "offload_parameters")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from brimful.arguments import check_fields, checks_call
-from brimful.codec import ALWAYS_WRITTEN, PositiveInt
+from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, json_form, omit_defaults
 from brimful.errors import UsageError
 from brimful.settings.choices import (
     Action,
@@ -14,6 +14,7 @@ from brimful.settings.choices import (
     OptimizerImplementation,
     Parallelism,
     Precision,
+    check_fsdp2_alone,
 )
 from brimful.settings.units import ChunkedLoss, UnitAction
 
@@ -31,6 +32,33 @@ def _done(unit: UnitAction) -> str:
     return said.get(unit.action, "kept")
 
 
+_unset = omit_defaults(
+    *("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"),
+    *("memory_format", "own_checkpointing", "offload_parameters"),
+)
+
+
+def _left_out(settings: Settings) -> set[str]:
+    """Fields that a file lacks: those that are not set, and what is for FSDP2 under another way to train."""
+    of_fsdp2 = () if settings.parallelism is Parallelism.FSDP2 else ("reshard_after_forward", "param_dtype")
+    return {*_unset(settings), *of_fsdp2}
+
+
+@json_form(
+    JsonForm(
+        order=("precision",),
+        omitted=_left_out,
+        keys={
+            "world_size": "ranks",
+            "num_nodes": "nodes",
+            "optimizer_in_backward": "step_in_backward",
+            "offload_optimizer": "optimizer_on_host",
+            "prefetch_inputs": "copies_ahead",
+            "param_dtype": "gathered_dtype",
+            "offload_parameters": "cpu_offload",
+        },
+    )
+)
 @checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -56,25 +84,25 @@ class Settings:
     expandable_segments: bool = False
     """Let PyTorch's CUDA allocator grow its segments, which reduces fragmentation, as the environment variable
     PYTORCH_ALLOC_CONF=expandable_segments:True does."""
-    optimizer_in_backward: bool = False
-    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all
-    parameters are never in memory together. An error during such a backward cannot be undone."""
-    prefetch_inputs: bool = False
-    """Copy the next micro-batch of a step to the device while the current one is computed."""
-    offload_optimizer: bool = False
-    """Keep the optimizer state in host memory and compute the update there, for some parameters at a time,
-    whose gradients are copied to the host."""
-    own_checkpointing: bool = True
-    """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
-    `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
-    memory_format: MemoryFormat | None = None
-    """Layout of 4-d and 5-d parameters, buffers and inputs; None leaves them as the model and the batch are."""
     world_size: PositiveInt = 1
     """Number of processes (ranks) that train one model together, each with its own device."""
     parallelism: Parallelism = Parallelism.DDP
     """How several ranks train one model; no effect with a single rank."""
     num_nodes: PositiveInt = 1
     """Number of machines, among which the ranks are divided evenly."""
+    optimizer_in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all
+    parameters are never in memory together. An error during such a backward cannot be undone."""
+    offload_optimizer: bool = False
+    """Keep the optimizer state in host memory and compute the update there, for some parameters at a time,
+    whose gradients are copied to the host."""
+    prefetch_inputs: bool = False
+    """Copy the next micro-batch of a step to the device while the current one is computed."""
+    memory_format: MemoryFormat | None = None
+    """Layout of 4-d and 5-d parameters, buffers and inputs; None leaves them as the model and the batch are."""
+    own_checkpointing: bool = True
+    """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
+    `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
     reshard_after_forward: bool = True
     """Under FSDP2, free a unit's gathered parameters after its forward and gather them again for its backward;
     False keeps them until its backward."""
@@ -109,16 +137,7 @@ class Settings:
                 )
 
     def _check_gathering(self) -> None:
-        for name, plain in (
-            ("reshard_after_forward", True),
-            ("param_dtype", None),
-            ("offload_parameters", False),
-        ):
-            if getattr(self, name) != plain and self.parallelism is not Parallelism.FSDP2:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is for FSDP2, and the parallelism is "
-                    f"{str(self.parallelism)!r}, under which nothing is gathered. Leave it out, or take fsdp2."
-                )
+        check_fsdp2_alone(self, (self.parallelism,))
         if self.offload_parameters and self.offload_optimizer:
             raise UsageError(
                 "offload_parameters keeps the optimizer on the host already. Do not set offload_optimizer."
@@ -196,30 +215,21 @@ class Settings:
         if self.world_size > 1:
             parts[-1] += f" on each of {self.world_size} ranks ({self.parallelism})"
             parts[-1] += f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        if not self.reshard_after_forward:
-            parts.append("gathered parameters held until backward")
-        if self.param_dtype:
-            parts.append(f"gathered in {self.param_dtype}")
-        if self.offload_parameters:
-            parts.append("parts on the host")
-        if self.memory_format:
-            parts.append(str(self.memory_format))
-        if self.optimizer:
-            parts.append(self.optimizer)
-        if self.optimizer_implementation:
-            parts.append(f"{self.optimizer_implementation} optimizer")
-        if self.chunked_loss:
-            parts.append(f"loss in {self.chunked_loss.chunks} chunks")
-        if self.expandable_segments:
-            parts.append("expandable segments")
-        if self.optimizer_in_backward:
-            parts.append("updated in backward")
-        if self.offload_optimizer:
-            parts.append("optimizer on the host")
-        if self.prefetch_inputs:
-            parts.append("micro-batches copied ahead")
-        if not self.own_checkpointing:
-            parts.append("own checkpointing off")
+        others = {
+            "gathered parameters held until backward": not self.reshard_after_forward,
+            f"gathered in {self.param_dtype}": self.param_dtype,
+            "parts on the host": self.offload_parameters,
+            f"{self.memory_format}": self.memory_format,
+            f"{self.optimizer}": self.optimizer,
+            f"{self.optimizer_implementation} optimizer": self.optimizer_implementation,
+            f"loss in {self.chunked_loss and self.chunked_loss.chunks} chunks": self.chunked_loss,
+            "expandable segments": self.expandable_segments,
+            "updated in backward": self.optimizer_in_backward,
+            "optimizer on the host": self.offload_optimizer,
+            "micro-batches copied ahead": self.prefetch_inputs,
+            "own checkpointing off": not self.own_checkpointing,
+        }
+        parts += [text for text, is_said in others.items() if is_said]
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         dones = [_done(unit) for unit in self.units]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from brimful.arguments import check_fields, checks_call
-from brimful.codec import PositiveInt
+from brimful.codec import JsonForm, PositiveInt, json_form, omit_defaults
 from brimful.errors import UsageError
 from brimful.settings.choices import Action
 
@@ -18,12 +18,6 @@ def with_input_ops(unit: str) -> str:
 
     Such ops are concatenations with a skip connection and changes of resolution. If the unit is recomputed,
     they run again with it, so that their result is not held.
-
-    Args:
-        unit: Dotted path of a module, or a `Span`.
-
-    Returns:
-        The name of the larger unit.
     """
     return _WITH_INPUT_OPS + module_part(unit)
 
@@ -67,14 +61,10 @@ class Span:
 
 
 def op_kind(name: str) -> str:
-    """The name of an op in `UnitAction.saved`.
+    """The name in `UnitAction.saved` of an op that is given with its overload: "addmm" of "aten.addmm.default".
 
-    Args:
-        name: Name of an op with its overload, such as "aten.addmm.default".
-
-    Returns:
-        The bare name, "addmm"; with its library if that is not aten, "torchvision.nms"; "attention" for all
-        fused attention kernels, of which the device chooses one.
+    An op of a library other than aten has its name too, "torchvision.nms". All fused attention kernels, of
+    which the device chooses one, are "attention".
     """
     library, _, rest = name.partition(".")
     kind = rest.partition(".")[0]
@@ -87,6 +77,7 @@ _MOST_DIGITS = 9
 """Digits in the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
 
 
+@json_form(JsonForm(omitted=omit_defaults("saved", "most_offloaded_bytes")))
 @checks_call
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:

@@ -19,15 +19,16 @@ from brimful.codec import (
     NonNegativeInt,
     decode_directly,
     fields_of_version,
-    missing_field,
+    from_json_document,
     parse_json,
     read_regular_file,
-    unknown_field,
+    to_json_document,
 )
+from brimful.decode_errors import missing_field, unknown_field
 from brimful.errors import FileFormatError
 from brimful.files import write_file
 from brimful.quantities import GIB, MIB, format_bytes
-from brimful.settings import settings_from_json, settings_to_json
+from brimful.settings import Settings
 from brimful.trace.consistency import find_inconsistency
 from brimful.trace.kernel_memory import Kernel
 from brimful.trace.records import Correction, Event, Op, Storage, Trace
@@ -85,7 +86,7 @@ def encode_trace(trace: Trace) -> dict[str, Any]:
         if field.name in _TABLES:
             value = _to_table(value, _TABLES[field.name])
         elif field.name == "settings":
-            value = settings_to_json(value)
+            value = to_json_document(value)
         document[field.name] = value
     return document
 
@@ -101,9 +102,9 @@ def decode_trace(content: bytes, where: str = "the trace") -> Trace:
         if field.name in document:
             values[field.name] = _field_value(document.pop(field.name), field.name, where)
         elif field.name not in _LATER:
-            raise missing_field(field.name, where=where)
+            raise FileFormatError(f"{where}: {missing_field(field.name)}.")
     if document:
-        raise unknown_field(min(document), where=where)
+        raise FileFormatError(f"{where}: {unknown_field(min(document))}.")
     trace = Trace(**values)
     wrong = find_inconsistency(trace)
     if wrong is not None:
@@ -119,7 +120,7 @@ def _field_value(raw: msgspec.Raw, name: str, where: str) -> Any:
     text = bytes(raw)
     if len(text) > DOCUMENT_BYTES:
         raise FileFormatError(f"{where}: field `settings`: it has {format_bytes(len(text))}.")
-    return settings_from_json(parse_json(text, where=where), where=f"{where}: settings")
+    return from_json_document(parse_json(text, where=where), Settings, where=f"{where}: settings")
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.job import Job
-from brimful.planner import JobTraits, Permits, Request, search
+from brimful.planner import JobTraits, Request, search
 from brimful.profiling import verify
 from brimful.settings import Settings
 from helpers.captured_jobs import CLASSES, HIDDEN, INPUTS, SAMPLES, capture, job, mlp
+from helpers.planned_jobs import FASTEST
 
 parametrized = nn.utils.parametrizations.spectral_norm
 
@@ -150,13 +152,13 @@ def spectral_job() -> Job:
     )
 
 
-def planned(budget_bytes: int, *, splits_coupled_batches: bool = False):
+def planned(budget_bytes: int, *, split_batch_norm: bool = False):
     request = Request(
         job=JobTraits(name="spectral"),
         device=find_device("cpu"),
         budget_bytes=budget_bytes,
         global_batch_size=512,
-        permits=Permits(chunked_loss=False, splits_coupled_batches=splits_coupled_batches),
+        asked=replace(FASTEST, chunked_loss=False, split_batch_norm=split_batch_norm),
     )
 
     def captured(settings: Settings, steps: int = 1):
@@ -171,7 +173,7 @@ def test_a_plan_does_not_split_such_a_batch_unasked_and_says_what_that_changes()
         match=r"each forward changes what the next one finds.*1\.parametrizations.*--split-batch-norm",
     ):
         planned(100_000)
-    plan = planned(100_000, splits_coupled_batches=True)
+    plan = planned(100_000, split_batch_norm=True)
     assert plan.settings.gradient_accumulation_steps > 1
     (note,) = [note for note in plan.notes if "parametrizations" in note]
     steps = plan.settings.gradient_accumulation_steps

@@ -198,8 +198,8 @@ def test_a_list_goes_to_the_device_of_another_tensor() -> None:
 
 
 @pytest.mark.parametrize("chunked", [None, ChunkedLoss(layer="boxes", chunks=4)])
-def test_labels_follow_logits_to_the_gpu_without_the_cpu_being_taken_for_it(chunked: ChunkedLoss | None) -> None:
-    """Logits of a loss in chunks name the GPU as others do, so what is put on the CPU beside them stays there."""
+def test_labels_follow_logits_to_the_gpu_while_the_cpu_stays_the_host(chunked: ChunkedLoss | None) -> None:
+    """Logits of a loss in chunks name the GPU as others do: what is put on the CPU stays on the host."""
 
     def on_the_host(model: Any, batch: dict[str, Tensor], *, follows: bool) -> Tensor:
         hidden = model.body(batch["x"])

@@ -11,13 +11,14 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.memory import predict_memory
-from brimful.planner import JobTraits, Permits, Pins, Request, floor, search
+from brimful.options import PlanOptions
+from brimful.planner import JobTraits, Request, floor, search
 from brimful.planner.floor import Floor, bytes_of_update
 from brimful.quantities import MIB
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace, find_units
 from helpers.models import GPT
-from helpers.planned_jobs import language_job
+from helpers.planned_jobs import FASTEST, language_job
 
 GPU = find_device("RTX 3090")
 JOB = language_job(lambda: GPT(layers=3))
@@ -25,7 +26,7 @@ PLAIN = Settings(micro_batch_size=4)
 
 
 def request(**asked: object) -> Request:
-    asked = {"budget_bytes": GPU.context_bytes + MIB // 64} | asked
+    asked = {"budget_bytes": GPU.context_bytes + MIB // 64, "asked": FASTEST} | asked
     return Request(job=JobTraits(name="gpt"), device=GPU, global_batch_size=4, **asked)  # type: ignore[arg-type]
 
 
@@ -37,9 +38,7 @@ def test_no_way_to_train_takes_less_than_the_floor() -> None:
     baseline = traced()
     units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(baseline))
     on_device = Floor.of(baseline, request())
-    on_host = Floor.of(
-        baseline, request(pins=Pins(offload_optimizer=None), permits=Permits(offload_host_bytes=1 << 40))
-    )
+    on_host = Floor.of(baseline, request(asked=PlanOptions(), offload_host_bytes=1 << 40))
     assert on_device.parts == "parameters, gradients and optimizer state"
     assert on_host.parts == "parameters and gradients"
     smallest = predict_memory(traced(micro_batch_size=1, gradient_accumulation_steps=4, units=units))
@@ -51,7 +50,7 @@ def test_no_way_to_train_takes_less_than_the_floor() -> None:
         traced(micro_batch_size=1, gradient_accumulation_steps=4, units=units, offload_optimizer=True)
     )
     assert on_host.held_bytes <= moved.peak_allocated_bytes
-    in_backward = Floor.of(baseline, request(pins=Pins(optimizer_in_backward=True)))
+    in_backward = Floor.of(baseline, request(asked=PlanOptions(optimizer_in_backward=True)))
     assert in_backward.parts == "parameters and optimizer state"
 
 

@@ -14,7 +14,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.planner import JobTraits, Pins, Request, floor, search
+from brimful.planner import JobTraits, Request, floor, search
 from brimful.planner.problem.build import RECOMPUTED, build_problem
 from brimful.planner.problem.nested import build_segment_problem
 from brimful.planner.solvers.segments import SegmentProblem
@@ -23,7 +23,7 @@ from brimful.profiling.equivalence import verify
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.trace.units import find_units
-from helpers.planned_jobs import SAMPLES, capture, with_action
+from helpers.planned_jobs import FASTEST, SAMPLES, capture, with_action
 
 CPU = find_device("cpu")
 
@@ -138,8 +138,9 @@ DEEP_REQUEST = Request(
     device=CPU,
     budget_bytes=1,
     global_batch_size=4,
-    pins=Pins(micro_batch_size=4, optimizer="sgd"),
+    asked=replace(FASTEST, micro_batch_size=4, optimizer="sgd"),
 )
+ALL_RECOMPUTED = replace(DEEP_REQUEST, asked=replace(DEEP_REQUEST.asked, recompute="all"))
 
 
 def least_bytes(request: Request) -> int:
@@ -151,7 +152,7 @@ def least_bytes(request: Request) -> int:
 
 def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -> None:
     """64 blocks, each of which the next one's input is of: of 64 held inputs some 20 are left."""
-    flat_bytes = least_bytes(replace(DEEP_REQUEST, pins=replace(DEEP_REQUEST.pins, recompute=Action.RECOMPUTE)))
+    flat_bytes = least_bytes(ALL_RECOMPUTED)
     nested_bytes = least_bytes(DEEP_REQUEST)
     assert nested_bytes < 0.5 * flat_bytes
     seconds = []
@@ -206,7 +207,7 @@ def test_where_nesting_turns_out_to_spare_nothing_it_is_not_offered() -> None:
     run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
     request = replace(DEEP_REQUEST, job=JobTraits(name="between"))
     with pytest.raises(InfeasibleError) as flat:
-        search(run, replace(request, pins=replace(request.pins, recompute=Action.RECOMPUTE)))
+        search(run, replace(ALL_RECOMPUTED, job=request.job))
     with pytest.raises(InfeasibleError) as any_way:
         search(run, request)
     assert flat.value.smallest_peak_bytes is not None

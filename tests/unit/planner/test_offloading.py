@@ -13,14 +13,14 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, find_device
 from brimful.memory import TO_HOST, live_profile, pinned_host_bytes, predict_memory, rounding_bytes_of
 from brimful.memory import pinned_host as host
-from brimful.planner import JobTraits, Permits, Pins, Plan, Request, search
+from brimful.planner import JobTraits, Plan, Request, search
 from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Phase, Trace, unit_of_each_op
 from brimful.trace.units import find_units
 from helpers.models import GPT
-from helpers.planned_jobs import JOBS, SAMPLES, language_job, with_action
+from helpers.planned_jobs import FASTEST, JOBS, SAMPLES, language_job, with_action
 
 GPU = "A100 80GB SXM"
 CASES = [
@@ -238,8 +238,8 @@ def planned(link: float, budget: float, *, host_bytes: int = 1 << 40) -> Plan:
         device=replace(slow(), host_link_bytes_per_second=link, context_bytes=0),
         budget_bytes=int(least + (most - least) * budget),
         global_batch_size=SAMPLES,
-        pins=Pins(micro_batch_size=SAMPLES),
-        permits=Permits(offload_host_bytes=host_bytes, chunked_loss=False, expandable_segments=False),
+        offload_host_bytes=host_bytes,
+        asked=replace(FASTEST, micro_batch_size=SAMPLES, chunked_loss=False, expandable_segments=False),
     )
     return search(capture_large, request)
 

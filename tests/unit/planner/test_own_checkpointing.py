@@ -16,7 +16,6 @@ import brimful as bf
 from brimful.errors import UnknownNameError
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.settings import settings_from_json, settings_to_json
 from brimful.transforms import apply_units
 
 WIDTH, BLOCKS, SAMPLES = 64, 4, 256
@@ -182,11 +181,6 @@ def test_what_is_predicted_is_measured_to_the_byte(own_checkpointing: bool) -> N
     assert trace.own_checkpoints == (BLOCKS if own_checkpointing else 0)
     found = predict_memory(trace).steady_peak_allocated_bytes
     assert found == measure_step(job(), settings, steps=1).measured_peak_allocated_bytes
-
-
-def test_settings_that_turn_it_off_can_be_saved() -> None:
-    for settings in (bf.Settings(micro_batch_size=1), bf.Settings(micro_batch_size=1, own_checkpointing=False)):
-        assert settings_from_json(settings_to_json(settings)) == settings
 
 
 def test_another_word_is_refused() -> None:

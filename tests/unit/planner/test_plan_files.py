@@ -98,7 +98,7 @@ def settings(name: str, value: object) -> Callable[[Document], None]:
         (settings("micro_batchsize", 3), "field `settings.micro_batchsize`: unknown"),
         (settings("a\x1b\n", 3), r"field `settings.a\\x1b\\n`: unknown"),
         (without("settings", "units"), "missing field `settings.units`"),
-        (without("settings", "micro_batch_size"), "field `settings`: missing field `micro_batch_size`"),
+        (without("settings", "micro_batch_size"), "missing field `settings.micro_batch_size`"),
         (without("plain"), "missing field `plain`"),
         (without("notes"), "missing field `notes`"),
         (at("budget_bytes", value=0), "field `budget_bytes`: expected `int` >= 1"),

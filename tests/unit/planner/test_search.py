@@ -17,7 +17,7 @@ from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
 from brimful.models import find_architecture
-from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, Request, check_trace, search
+from brimful.planner import JobTraits, Request, check_trace, search
 from brimful.planner.plan import Plan
 from brimful.planner.problem.splice import Splicer
 from brimful.planner.simplest import SIMPLICITY_FRACTION
@@ -26,7 +26,7 @@ from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Preci
 from brimful.trace import Trace, TraceLine, unit_of_each_op
 from brimful.trace.derive import Counterparts, with_one_micro_batch
 from brimful.trace.units import find_units
-from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
+from helpers.planned_jobs import FASTEST, JOBS, SAMPLES, capture, with_action
 
 CPU = find_device("cpu")
 
@@ -36,13 +36,13 @@ def slow(device: Device) -> Device:
     return replace(device, fp32_flops_per_second=1e6, memory_bandwidth_bytes_per_second=1e6)
 
 
-def planned(name: str, budget_bytes: int, **asked: object) -> Plan:
+def planned(name: str, budget_bytes: int, **asked: Any) -> Plan:
     request = Request(
         job=JobTraits(name=name),
         device=slow(CPU),
         budget_bytes=budget_bytes,
         global_batch_size=SAMPLES,
-        **asked,  # type: ignore[arg-type]
+        asked=replace(FASTEST, **asked),
     )
     return search(lambda settings, steps=1: capture(name, settings), request)
 
@@ -89,7 +89,7 @@ def test_the_smallest_budget_is_enough() -> None:
 
 
 def test_what_is_pinned_stays() -> None:
-    plan = planned("gpt", 1 << 40, pins=Pins(recompute=Action.RECOMPUTE, micro_batch_size=2))
+    plan = planned("gpt", 1 << 40, recompute="all", micro_batch_size=2)
     assert {unit.action for unit in plan.settings.units} == {Action.RECOMPUTE}
     assert plan.settings.micro_batch_size == 2
 
@@ -101,7 +101,8 @@ def test_an_implementation_that_fails_is_left_out_and_told() -> None:
         device=slow(CPU),
         budget_bytes=1 << 40,
         global_batch_size=SAMPLES,
-        pins=Pins(optimizer="rmsprop", optimizer_implementation=OptimizerImplementation.FUSED),
+        asked=replace(FASTEST, optimizer="rmsprop"),
+        implementations={"rmsprop": OptimizerImplementation.FUSED},
     )
     plan = search(lambda settings, steps=1: capture("gpt", settings), request)
     assert plan.settings.optimizer_implementation is None
@@ -202,38 +203,41 @@ def language_model(classes: int) -> Job:
     return Job(name="words", model=model, loss=loss, batch=lambda n: torch.zeros(n, 64, dtype=torch.long))
 
 
-def planned_words(share: float, classes: int = 5000, **asked: object) -> Plan:
+def planned_words(share: float, classes: int = 5000, **asked: Any) -> Plan:
     job = language_model(classes)
     run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
     request = Request(
-        job=JobTraits(name="words"), device=slow(CPU), budget_bytes=0, global_batch_size=8, **asked
-    )  # type: ignore[arg-type]
+        job=JobTraits(name="words"),
+        device=slow(CPU),
+        budget_bytes=0,
+        global_batch_size=8,
+        asked=replace(FASTEST, **asked),
+    )
     plain_bytes = predict_memory(run(request.baseline_settings())).peak_reserved_bytes
     return search(run, replace(request, budget_bytes=int(share * plain_bytes)))
 
 
 def test_a_loss_over_many_classes_is_computed_in_chunks_where_that_is_fastest() -> None:
-    pins = Pins(micro_batch_size=8, optimizer="sgd")
-    plan = planned_words(0.5, pins=pins)
+    plan = planned_words(0.5, micro_batch_size=8, optimizer="sgd")
     assert plan.settings.chunked_loss == ChunkedLoss(layer="5", chunks=8)
     assert plan.predicted_peak_reserved_bytes <= plan.budget_bytes
     assert any("a part of the tokens" in note for note in plan.notes)
     with pytest.raises(InfeasibleError):
-        planned_words(0.5, pins=pins, permits=Permits(chunked_loss=False))
+        planned_words(0.5, micro_batch_size=8, optimizer="sgd", chunked_loss=False)
 
 
 def test_a_loss_is_computed_at_once_where_memory_suffices_or_it_is_small() -> None:
     assert planned_words(1.0).settings.chunked_loss is None
-    assert planned_words(0.6, classes=20, pins=Pins(micro_batch_size=8)).settings.chunked_loss is None
+    assert planned_words(0.6, classes=20, micro_batch_size=8).settings.chunked_loss is None
 
 
 def test_another_optimizer_is_chosen_only_if_allowed_and_the_plan_says_so() -> None:
     with pytest.raises(InfeasibleError, match="adafactor"):
         planned_words(0.15)
-    plan = planned_words(0.15, permits=Permits(other_optimizers=(OptimizerChoice(name="adafactor"),)))
+    plan = planned_words(0.15, allow_optimizers=("adafactor",))
     assert plan.settings.optimizer == "adafactor"
     assert any("adafactor, which you allowed" in note for note in plan.notes)
-    roomy = planned_words(1.0, permits=Permits(other_optimizers=(OptimizerChoice(name="adafactor"),)))
+    roomy = planned_words(1.0, allow_optimizers=("adafactor",))
     settings = [roomy.settings, *(each.settings for each in roomy.alternatives)]
     assert None in [each.optimizer for each in settings], "the best with the job's own optimizer is not told"
 
@@ -243,9 +247,11 @@ def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
     job = find_architecture("unet", image_size=128)
     device = find_device("RTX 3090")
     run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
-    asked = Request(job=JobTraits(name="unet"), device=device, budget_bytes=0, global_batch_size=16)
+    asked = Request(
+        job=JobTraits(name="unet"), device=device, budget_bytes=0, global_batch_size=16, asked=FASTEST
+    )
     with pytest.raises(InfeasibleError) as caught:
-        search(run, replace(asked, budget_bytes=1 << 20, permits=Permits(expandable_segments=False)))
+        search(run, replace(asked, budget_bytes=1 << 20, asked=replace(FASTEST, expandable_segments=False)))
     fixed_bytes = caught.value.smallest_peak_bytes
     assert "memory_format" not in str(caught.value)  # parameters alone are over the budget
     with pytest.raises(InfeasibleError) as caught:
@@ -279,9 +285,9 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
         device=device,
         budget_bytes=1 << 40,
         global_batch_size=32,
-        permits=Permits(precisions=(Precision.BF16,), expandable_segments=False),
+        asked=replace(FASTEST, precision="bf16", expandable_segments=False),
     )
-    by_hand = search(run, replace(asked, pins=Pins(recompute=Action.RECOMPUTE)))
+    by_hand = search(run, replace(asked, asked=replace(asked.asked, recompute="all")))
     budget_bytes = int(0.95 * by_hand.predicted_peak_device_bytes)
     plan = search(run, replace(asked, budget_bytes=budget_bytes))
     assert plan.predicted_peak_device_bytes <= budget_bytes
@@ -304,7 +310,7 @@ def test_a_plan_makes_a_concatenation_again_where_that_takes_less_and_training_i
         device=device,
         budget_bytes=1 << 40,
         global_batch_size=32,
-        permits=Permits(precisions=(Precision.BF16,)),
+        asked=replace(FASTEST, precision="bf16"),
     )
     budget_bytes = int(0.6 * search(run, asked).predicted_peak_device_bytes)
     plan = search(run, replace(asked, budget_bytes=budget_bytes))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from brimful import api
-from brimful.codec import DOCUMENT_BYTES, from_builtins
+from brimful.codec import DOCUMENT_BYTES, from_json_document
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
 from brimful.devices import Device, Dispatch, find_device
 from brimful.profiling import calibrate, probes, rates, timing, with_kept_calibration
@@ -253,7 +253,9 @@ def test_the_kept_figures_of_a_gpu_have_those_of_its_link(measured: list[Calibra
 
 
 def test_a_calibration_is_read_back_as_it_was_written() -> None:
-    assert from_builtins(json.loads(json.dumps(asdict(CALIBRATION))), Calibration, where="it") == CALIBRATION
+    assert (
+        from_json_document(json.loads(json.dumps(asdict(CALIBRATION))), Calibration, where="it") == CALIBRATION
+    )
 
 
 @pytest.mark.parametrize(
@@ -501,7 +503,7 @@ def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
 def test_a_calibration_without_selective_checkpointing_has_what_its_regions_suggest() -> None:
     kept = {"forward_seconds": 1e-5, "backward_seconds": 1e-5, "optimizer_seconds": 1e-5}
     slow, fast = (
-        from_builtins(kept | {"region_seconds": seconds}, Dispatch, where="it") for seconds in (8e-4, 4e-4)
+        from_json_document(kept | {"region_seconds": seconds}, Dispatch, where="it") for seconds in (8e-4, 4e-4)
     )
     assert slow.selective_seconds == pytest.approx([2 * seconds for seconds in fast.selective_seconds])
     assert min(fast.selective_seconds) > 1e-5
@@ -511,7 +513,7 @@ def test_a_calibration_without_selective_checkpointing_has_what_its_regions_sugg
 @pytest.mark.slow
 def test_a_real_measurement_is_whole_and_survives_being_kept() -> None:
     found = measure_device(find_device("cpu"), CPU, sweeps=1)
-    assert from_builtins(json.loads(json.dumps(asdict(found))), Calibration, where="it") == found
+    assert from_json_document(json.loads(json.dumps(asdict(found))), Calibration, where="it") == found
     assert {curve.kind.partition(":")[0] for curve in found.curves} == {*ARITHMETIC_KINDS, *BYTE_KINDS}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from brimful.codec import from_builtins, from_json_document, parse_json
+from brimful.codec import from_json_document, parse_json
 from brimful.errors import FileFormatError
 from brimful.results import Recovery, StepRecord, ValidationRecord
 from brimful.trainer.monitor.step_log import StepLog
@@ -92,7 +92,7 @@ def _record(line: bytes) -> StepRecord | Recovery | str | None:
     if kind == "recovery":
         return from_json_document(document, Recovery, where="a recovery")
     if kind == "note":
-        return from_builtins(document.get("message"), str, where="a note")
+        return from_json_document(document.get("message"), str, where="a note")
     if not isinstance(kind, str):
         raise FileFormatError("a line has no kind.")
     return None

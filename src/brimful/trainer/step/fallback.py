@@ -17,9 +17,9 @@ from brimful.options import PlanOptions
 from brimful.planner import Plan, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
+from brimful.requests import job_traits
 from brimful.settings import Settings
 from brimful.trace import Trace, per_rank_trace
-from brimful.trainer.step.planning import request_in_training
 
 FALLBACK_FRACTION = 0.9
 """The memory to plan for, as a fraction of that of the settings that ran out. On public GPU runs nine in ten
@@ -76,17 +76,37 @@ class MemoryFallback:
         return search(capture, request).settings
 
     def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
-        asked = self._asked
-        is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else is left
-        return request_in_training(
-            self._job,
-            self._plan,
-            settings,
-            device,
+        """A request that continues the run: what would change the training is as it is in `settings`."""
+        is_pinned = settings.micro_batch_size == self._asked.micro_batch_size  # until nothing else is left
+        has_plan = self._plan is not None
+        return Request(
+            job=job_traits(self._job, settings.rank_batch_size),
+            device=device,
             budget_bytes=budget_bytes,
-            micro_batch_size=asked.micro_batch_size if is_pinned else None,
-            splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
-            exceedance=1.0,  # the budget is below what ran out, whatever the device has
+            global_batch_size=settings.global_batch_size,
+            world_size=settings.world_size,
+            num_nodes=settings.num_nodes,
+            implementations={settings.optimizer: settings.optimizer_implementation},
+            offload_host_bytes=self._plan.predicted_host_bytes if self._plan is not None else 0,
+            asked=replace(
+                self._asked,
+                max_exceedance=1.0,  # the budget is below what ran out, whatever the device has
+                micro_batch_size=self._asked.micro_batch_size if is_pinned else None,
+                precision=str(settings.precision),
+                optimizer=settings.optimizer,
+                allow_optimizers=(),
+                chunked_loss=self._asked.chunked_loss if has_plan else settings.chunked_loss is not None,
+                expandable_segments=settings.expandable_segments,
+                split_batch_norm=self._asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
+                optimizer_in_backward=settings.optimizer_in_backward,
+                offload_optimizer=settings.offload_optimizer,
+                prefetch_inputs=settings.prefetch_inputs,
+                own_checkpointing="keep" if settings.own_checkpointing else "off",
+                memory_format=str(settings.memory_format or "preserve"),
+                parallelism=str(settings.parallelism),
+                param_dtype=settings.param_dtype,
+                offload_parameters=settings.offload_parameters,
+            ),
         )
 
     def _resharding(self, settings: Settings) -> Settings:

@@ -24,7 +24,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_builtins, to_json_document
+from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_json_document, to_json_document
 from brimful.errors import FileFormatError
 from brimful.execution.random_state import RandomState
 from brimful.results import SelfCorrection, ValidationRecord
@@ -264,7 +264,7 @@ def _random_state(value: Any, *, where: str) -> RandomState:
     """Decode a random state, and try it on separate generators of this Python, NumPy and torch."""
     if not isinstance(value, dict) or value.keys() != {"python", "numpy", "host", "cuda"}:
         raise FileFormatError(f"{where}: expected the states of `python`, `numpy`, `host` and `cuda`.")
-    from_builtins({name: value[name] for name in ("python", "numpy")}, _Generators, where=where)
+    from_json_document({name: value[name] for name in ("python", "numpy")}, _Generators, where=where)
 
     def tried() -> RandomState:
         torch.Generator().set_state(value["host"])

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from brimful.codec import NonNegativeInt, from_builtins, parse_json, read_regular_file
+from brimful.codec import NonNegativeInt, from_json_document, parse_json, read_regular_file
 from brimful.errors import FileFormatError
 
 VERSION = 4
@@ -78,7 +78,7 @@ def read_manifest(save: Path) -> Manifest:
     version = document.get("brimful_save") if isinstance(document, dict) else None
     if isinstance(version, int) and version != VERSION:
         raise FileFormatError(f"it is of version {version}; this brimful reads version {VERSION}")
-    manifest = from_builtins(document, Manifest, where=where)
+    manifest = from_json_document(document, Manifest, where=where)
     if content != manifest_text(document["step"], document["files"]).encode():
         raise FileFormatError(f"{where} was changed")
     if manifest.step != step_of(save):

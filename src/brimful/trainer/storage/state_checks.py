@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from brimful.codec import NonNegativeInt, PositiveInt, from_builtins
+from brimful.codec import NonNegativeInt, PositiveInt, from_json_document
 from brimful.errors import FileFormatError, ResumeError
 from brimful.trainer.storage.checkpoint import StateDict
 
@@ -90,7 +90,7 @@ def check_scaler_state(state: Mapping[str, Any]) -> None:
     """Check that a saved `state_dict` is of a loss scaler."""
     try:
         named = {name.removeprefix("_"): value for name, value in state.items()}
-        from_builtins(named, _ScalerState, where="the saved state of the loss scaler")
+        from_json_document(named, _ScalerState, where="the saved state of the loss scaler")
     except FileFormatError as error:
         raise ResumeError(f"the run cannot be resumed: {error}") from error
 
