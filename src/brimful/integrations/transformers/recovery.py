@@ -28,11 +28,10 @@ from brimful.execution.loop_recovery import completed_update
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
 from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
-from brimful.integrations.trainer_batches import layout_of_trainer
-from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_loss import DividedLoss, items_counter
-from brimful.integrations.trainer_modules import TrainerState
-from brimful.integrations.trainer_parts import joined_results, shares_of_loss
+from brimful.integrations.transformers.batches import layout_of_trainer
+from brimful.integrations.transformers.coupling import why_not_divided
+from brimful.integrations.transformers.loss import DividedLoss, items_counter, joined_results, shares_of_loss
+from brimful.integrations.transformers.modules import TrainerState
 from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 

@@ -17,18 +17,18 @@ from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared, unwrapped
-from brimful.integrations.trainer_batches import layout_of_trainer
-from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import (
+from brimful.integrations.transformers.batches import layout_of_trainer
+from brimful.integrations.transformers.coupling import why_not_divided
+from brimful.integrations.transformers.loss import DividedLoss
+from brimful.integrations.transformers.modules import trained_module
+from brimful.integrations.transformers.recovery import TrainerRecovery
+from brimful.integrations.transformers.sharding import parallelism_of, reduce_each_micro_batch, shards
+from brimful.integrations.transformers.trainer_job import (
     check_first_division,
     effective_batch_size,
     find_use_of_count,
     precision_of,
 )
-from brimful.integrations.trainer_loss import DividedLoss
-from brimful.integrations.trainer_modules import trained_module
-from brimful.integrations.trainer_recovery import TrainerRecovery
-from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch, shards
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.replaced import replace_attribute

@@ -1,16 +1,4 @@
-"""A plan for a Transformers `Trainer`, applied to it: two lines beside the ones you have.
-
-Trainers that derive from it work too: TRL's `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, and those of
-sentence-transformers.
-
-    import brimful.integrations.transformers as bft
-
-    plan = bft.plan(trainer, budget="11GiB")
-    bft.apply(plan, trainer)
-    trainer.train()
-
-Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
-"""
+"""The public functions: a trainer's job, a plan for it, and the plan applied to it."""
 
 from __future__ import annotations
 
@@ -28,30 +16,28 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
-from brimful.integrations.trainer_batches import few_samples_notes, reading_notes
-from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_evaluation import evaluation_notes
-from brimful.integrations.trainer_job import (
-    check_planned_division,
-    effective_batch_size,
-    job_of_trainer,
-    precision_of,
-)
-from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import division_notes, notes_for_trainer
-from brimful.integrations.trainer_plan import AppliedPlan
-from brimful.integrations.trainer_sharding import (
+from brimful.integrations.transformers.applied_plan import AppliedPlan
+from brimful.integrations.transformers.batches import few_samples_notes, reading_notes
+from brimful.integrations.transformers.coupling import why_not_divided
+from brimful.integrations.transformers.evaluation import evaluation_notes
+from brimful.integrations.transformers.kinds import check_kind
+from brimful.integrations.transformers.loss import division_notes, notes_for_trainer
+from brimful.integrations.transformers.sharding import (
     parallelism_of,
     reshards_after_forward,
     sharding_notes,
     shards,
 )
+from brimful.integrations.transformers.trainer_job import (
+    check_planned_division,
+    effective_batch_size,
+    job_of_trainer,
+    precision_of,
+)
 from brimful.job import Job
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
 from brimful.profiling.named_device import DeviceLike
-
-__all__ = ["AppliedPlan", "apply", "job", "plan"]
 
 _OF_THE_TRAINER = {
     "precision": "bf16 or fp16 in TrainingArguments",

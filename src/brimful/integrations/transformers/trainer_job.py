@@ -21,9 +21,9 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.integrations.division import Division
-from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
-from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import (
+from brimful.integrations.transformers.batches import batches_of_longest, layout_of_trainer
+from brimful.integrations.transformers.kinds import check_kind
+from brimful.integrations.transformers.loss import (
     adds_up,
     counted_labels,
     ignores_count,
@@ -32,8 +32,8 @@ from brimful.integrations.trainer_loss import (
     noticing_use,
     passes_count,
 )
-from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
-from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
+from brimful.integrations.transformers.modules import StandIns, model_of, trained_module
+from brimful.integrations.transformers.sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
 from brimful.replaced import replaced
 from brimful.settings import Settings
