@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -37,6 +36,8 @@ class Retries(Generic[How]):
         step: Number of the running step, for the record; the caller advances it.
         during: What is attempted, for the record.
         way_out: What the user can do if nothing takes less; ends the error.
+        ends: Errors that are no reason to take less, even after memory ran out.
+        on_recovery: Called with each record.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Retries(Generic[How]):
         step: int = 1,
         during: str = "step",
         way_out: str = "Plan for a smaller budget.",
+        ends: tuple[type[Exception], ...] = (),
+        on_recovery: Callable[[Recovery], object] = lambda _recovery: None,
     ) -> None:
-        self.how, self.step = how, step
+        self.how, self.step, self.during = how, step, during
         self.recoveries: list[Recovery] = []
-        self._device, self._describe = device, describe
-        self._during, self._way_out = during, way_out
+        self._device, self._describe, self._ends = device, describe, ends
+        self._way_out, self._on_recovery = way_out, on_recovery
 
     def run(
         self,
@@ -65,7 +68,7 @@ class Retries(Generic[How]):
         `undo` raises `OutOfMemoryError` with the reason if the attempt cannot be repeated. If the attempts end
         in an error, `how` is as before. Raises `StepOutOfMemoryError` if nothing takes less.
         """
-        before, began = self.how, 0.0
+        before, began, ran_out_with = self.how, 0.0, ""
 
         def timed() -> Result:
             nonlocal began
@@ -73,48 +76,48 @@ class Retries(Generic[How]):
             return attempt()
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
-            taken = self.how
+            nonlocal ran_out_with
+            taken, message, refused = self.how, ran_out.message, ""
+            if ran_out.refused:
+                refused = f"with {self._describe(taken)} the {self.during} raised {ran_out.refused.rstrip('.')}"
+            else:
+                ran_out_with = self._describe(taken)
             try:
                 undo(ran_out)
-                self.how = shrink(taken) if is_retry else taken
+                if is_retry:
+                    self.how = shrink(taken)
             except StepOutOfMemoryError:
                 raise
-            except OutOfMemoryError as reason:
-                raise self._nothing_less(ran_out, reason) from reason
-            self._record(ran_out, taken, time.perf_counter() - began)
+            except OutOfMemoryError as error:
+                raise StepOutOfMemoryError(
+                    f"memory ran out in a {self.during} with {ran_out_with}: {message.rstrip('.')}. It cannot "
+                    f"run with less, because {', and '.join(filter(None, (refused, str(error).rstrip('.'))))}."
+                    f"\n  Model and optimizer are as before the step. {self._way_out}"
+                ) from error
+            message = "; ".join(filter(None, (message, refused)))
+            self.record(self.recovery(message, taken, self.how, time.perf_counter() - began))
 
         try:
-            return with_retries(timed, recover, self._device)
+            return with_retries(timed, recover, self._device, but=self._ends)
         except BaseException:
             self.how = before
             raise
 
-    def _record(self, ran_out: RanOut, before: How, seconds: float) -> None:
-        after = self._describe(self.how)
-        if ran_out.refused:
-            self.recoveries[-1] = replace(self.recoveries[-1], after=after)
-            return
-        self.recoveries.append(
-            Recovery(
-                step=self.step,
-                during=self._during,
-                message=ran_out.message,
-                before=self._describe(before),
-                after=after,
-                seconds=seconds,
-            )
+    def recovery(self, message: str, before: How, after: How, seconds: float) -> Recovery:
+        """The record of a recovery in the running step."""
+        return Recovery(
+            step=self.step,
+            during=self.during,
+            message=message,
+            before=self._describe(before),
+            after=self._describe(after),
+            seconds=seconds,
         )
 
-    def _nothing_less(self, ran_out: RanOut, reason: OutOfMemoryError) -> StepOutOfMemoryError:
-        ran_out_with, why = self._describe(self.how), str(reason)
-        if ran_out.refused:
-            why = f"with {ran_out_with} it raised {ran_out.refused}"
-            ran_out_with = self.recoveries[-1].before
-        return StepOutOfMemoryError(
-            f"memory ran out in a {self._during} with {ran_out_with}: {ran_out.message.rstrip('.')}. It cannot "
-            f"run with less, because {why.rstrip('.')}.\n  Model and optimizer are as before the step. "
-            f"{self._way_out}"
-        )
+    def record(self, recovery: Recovery) -> None:
+        """Keep a record, and pass it on."""
+        self.recoveries.append(recovery)
+        self._on_recovery(recovery)
 
 
 def micro_batch_text(samples: int) -> str:
@@ -128,7 +131,7 @@ def smaller_micro_batch(settings: Settings) -> Settings:
     for size in range(settings.micro_batch_size - 1, 0, -1):
         if whole % size == 0:
             return settings.with_micro_batch_size(size)
-    raise OutOfMemoryError("its micro-batch is one sample already.")
+    raise OutOfMemoryError("its micro-batch is one sample already")
 
 
 def is_one_of_several() -> bool:

@@ -20,18 +20,19 @@ from brimful.batches import layout_of
 from brimful.errors import PartialUpdateError
 from brimful.execution.hooks import StepHooks
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
+from brimful.execution.retries import Shrink
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.profiling import PeakMemory, larger_peak, peak_memory
 from brimful.results import Recovery, StepRecord
+from brimful.settings import Settings
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.batch_norm import corrected_momentum
 from brimful.trainer.step.micro_batches import split_for_rank
 from brimful.trainer.step.not_finite import NotFiniteStep
-from brimful.trainer.step.recovery import OomRecovery, Shrink, StoreFallback
+from brimful.trainer.step.recovery import OomRecovery, StoreFallback
 from brimful.trainer.step.schedules import learning_rate
-from brimful.transforms import apply_units
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
@@ -60,7 +61,7 @@ class StepRunner:
         job: Job,
         state: TrainState,
         *,
-        shrink: Shrink,
+        shrink: Shrink[Settings],
         on_recovery: Callable[[Recovery], None],
         corrects_batch_norm: bool = False,
         store_fallback: StoreFallback = lambda _after, _recovery: "",
@@ -71,11 +72,7 @@ class StepRunner:
         self._state = state
         self._corrects_batch_norm = corrects_batch_norm
         self.recovery = OomRecovery(
-            state,
-            apply_units(state.model, state.settings),
-            shrink=shrink,
-            on_recovery=on_recovery,
-            store_fallback=store_fallback,
+            state, shrink=shrink, on_recovery=on_recovery, store_fallback=store_fallback
         )
         """Retries what ran out of memory."""
         self._transaction = StepTransaction(
