@@ -14,13 +14,13 @@ from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.retries import smaller_micro_batch
 from brimful.job import Job
-from brimful.options import PlanOptions
-from brimful.planner import Plan, Request, search
+from brimful.options import RECOMPUTE_ACTIONS, PlanOptions
+from brimful.planner import Permits, Pins, Plan, RankOptions, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
+from brimful.requests import job_traits, prefers_simplest
 from brimful.settings import Settings
 from brimful.trace import Trace, per_rank_trace
-from brimful.trainer.step.planning import request_in_training
 
 FALLBACK_FRACTION = 0.9
 """The memory to plan for, as a fraction of that of the settings that ran out. On public GPU runs nine in ten
@@ -74,17 +74,42 @@ class MemoryFallback:
         return search(capture, request).settings
 
     def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
-        asked = self._asked
+        """The request for settings that continue the run: what would change the training is pinned."""
+        asked, plan = self._asked, self._plan
         is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else is left
-        return request_in_training(
-            self._job,
-            self._plan,
-            settings,
-            device,
+        return Request(
+            job=job_traits(self._job, settings.rank_batch_size),
+            device=device,
             budget_bytes=budget_bytes,
-            micro_batch_size=asked.micro_batch_size if is_pinned else None,
-            splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
-            exceedance=1.0,  # the budget is below what ran out, whatever the device has
+            global_batch_size=settings.global_batch_size,
+            pins=Pins(
+                micro_batch_size=asked.micro_batch_size if is_pinned else None,
+                recompute=RECOMPUTE_ACTIONS.get(asked.recompute),
+                optimizer=settings.optimizer,
+                optimizer_implementation=settings.optimizer_implementation,
+                optimizer_in_backward=settings.optimizer_in_backward,
+                offload_optimizer=settings.offload_optimizer,
+                prefetch_inputs=settings.prefetch_inputs,
+                own_checkpointing=settings.own_checkpointing,
+            ),
+            permits=Permits(
+                precisions=(settings.precision,),
+                chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
+                expandable_segments=settings.expandable_segments,
+                offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
+                memory_formats=(settings.memory_format,),
+                splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
+                prefers_simplest=prefers_simplest(asked.effort),
+                exceedance=1.0,  # the budget is below what ran out, whatever the device has
+            ),
+            ranks=RankOptions(
+                world_size=settings.world_size,
+                num_nodes=settings.num_nodes,
+                parallelisms=(settings.parallelism,),
+                reshard_after_forward=asked.reshard_after_forward,
+                param_dtype=settings.param_dtype,
+                offload_parameters=settings.offload_parameters,
+            ),
         )
 
     def _resharding(self, settings: Settings) -> Settings:

@@ -218,11 +218,9 @@ class StepRunner:
             assert hooks.before_update is not None
             return hooks.before_update(loss, gradient_norm) and self._is_finite(loss, gradient_norm)
 
-        return StepHooks(
+        return replace(
+            hooks,
             before_update=before_update,
-            call_update=hooks.call_update,
-            after_update=hooks.after_update,
-            before_first_update=hooks.before_first_update,
             synchronising=parallel.synchronising,
             clip=parallel.clip,
             loss=parallel.loss if self._job.embed is None else None,
