@@ -21,7 +21,7 @@ from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import InputWatch
 from brimful.execution.losses import shares_of
 from brimful.execution.precision import device_of
-from brimful.execution.retries import Retries, is_one_of_several, micro_batch_text
+from brimful.execution.retries import Retries, is_one_of_several
 from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
 from brimful.execution.step_journal import StepJournal
@@ -83,7 +83,7 @@ class Prepared:
         self._retries = Retries(
             settings.micro_batch_size,
             device_of(model),
-            micro_batch_text,
+            "micro-batch {}".format,
             way_out="Plan for a smaller budget, or use `bf.apply`, which divides the micro-batch.",
         )
         self._journal: StepJournal | None = None

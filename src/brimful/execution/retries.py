@@ -33,8 +33,8 @@ class Retries(Generic[How]):
         how: What the first attempt is made with. What takes less stays in use.
         device: Where memory runs out.
         describe: Says `how` in a few words.
-        step: Number of the running step, for the record; the caller advances it.
         during: What is attempted, for the record.
+        step: Number of the running step, for the record; the caller advances it.
         way_out: What the user can do if nothing takes less; ends the error.
         ends: Errors that are no reason to take less, even after memory ran out.
         on_recovery: Called with each record.
@@ -46,13 +46,15 @@ class Retries(Generic[How]):
         device: torch.device,
         describe: Callable[[How], str],
         *,
-        step: int = 1,
         during: str = "step",
+        step: int = 1,
         way_out: str = "Plan for a smaller budget.",
         ends: tuple[type[Exception], ...] = (),
         on_recovery: Callable[[Recovery], object] = lambda _recovery: None,
     ) -> None:
-        self.how, self.step, self.during = how, step, during
+        self.how, self.during, self.step = how, during, step
+        self._began = 0.0
+        """Start of the latest attempt."""
         self.recoveries: list[Recovery] = []
         self._device, self._describe, self._ends = device, describe, ends
         self._way_out, self._on_recovery = way_out, on_recovery
@@ -68,11 +70,10 @@ class Retries(Generic[How]):
         `undo` raises `OutOfMemoryError` with the reason if the attempt cannot be repeated. If the attempts end
         in an error, `how` is as before. Raises `StepOutOfMemoryError` if nothing takes less.
         """
-        before, began, ran_out_with = self.how, 0.0, ""
+        before, ran_out_with = self.how, ""
 
         def timed() -> Result:
-            nonlocal began
-            began = time.perf_counter()
+            self._began = time.perf_counter()
             return attempt()
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
@@ -90,12 +91,11 @@ class Retries(Generic[How]):
                 raise
             except OutOfMemoryError as error:
                 raise StepOutOfMemoryError(
-                    f"memory ran out in a {self.during} with {ran_out_with}: {message.rstrip('.')}. It cannot "
+                    f"memory ran out in the {self.during} with {ran_out_with}: {message.rstrip('.')}. It cannot "
                     f"run with less, because {', and '.join(filter(None, (refused, str(error).rstrip('.'))))}."
                     f"\n  Model and optimizer are as before the step. {self._way_out}"
                 ) from error
-            message = "; ".join(filter(None, (message, refused)))
-            self.record(self.recovery(message, taken, self.how, time.perf_counter() - began))
+            self.record("; ".join(filter(None, (message, refused))), taken)
 
         try:
             return with_retries(timed, recover, self._device, but=self._ends)
@@ -103,7 +103,13 @@ class Retries(Generic[How]):
             self.how = before
             raise
 
-    def recovery(self, message: str, before: How, after: How, seconds: float) -> Recovery:
+    def record(self, message: str, before: How) -> None:
+        """Keep the record of a recovery after which attempts are made with `how`, and pass it on."""
+        recovery = self.recovery(message, before, self.how)
+        self.recoveries.append(recovery)
+        self._on_recovery(recovery)
+
+    def recovery(self, message: str, before: How, after: How) -> Recovery:
         """The record of a recovery in the running step."""
         return Recovery(
             step=self.step,
@@ -111,18 +117,8 @@ class Retries(Generic[How]):
             message=message,
             before=self._describe(before),
             after=self._describe(after),
-            seconds=seconds,
+            seconds=time.perf_counter() - self._began,
         )
-
-    def record(self, recovery: Recovery) -> None:
-        """Keep a record, and pass it on."""
-        self.recoveries.append(recovery)
-        self._on_recovery(recovery)
-
-
-def micro_batch_text(samples: int) -> str:
-    """A micro-batch size in words."""
-    return f"micro-batch {samples}"
 
 
 def smaller_micro_batch(settings: Settings) -> Settings:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from brimful.errors import OutOfMemoryError
-from brimful.execution.retries import Retries, micro_batch_text
+from brimful.execution.retries import Retries
 from brimful.execution.step_journal import StepJournal
 from brimful.integrations.transformers.batches import layout_of_trainer
 from brimful.integrations.transformers.coupling import why_not_divided
@@ -41,7 +41,7 @@ class TrainerRecovery:
     def __init__(self, trainer: Trainer, micro_batch_size: int, division: DividedLoss) -> None:
         self._trainer = trainer
         self._device = torch.device(trainer.args.device)
-        self._retries = Retries(micro_batch_size, self._device, micro_batch_text)
+        self._retries = Retries(micro_batch_size, self._device, "micro-batch {}".format)
         self._layout = layout_of_trainer(trainer)
         self._count, self._division = items_counter(trainer, self._layout), division
         self._undivided = why_not_divided(trainer)

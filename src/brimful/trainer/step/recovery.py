@@ -70,10 +70,10 @@ class OomRecovery(Retries[Settings]):
 
     @property
     def how(self) -> Settings:
-        """The settings in force: others of the same global batch, precision, optimizer and memory format may be
-        put in force between two steps.
+        """The settings in force.
 
-        Parameters, optimizer, schedule, scaler, random numbers and data stay as they are.
+        Between two steps, others of the same global batch, precision, optimizer and memory format may be put in
+        force: parameters, optimizer, schedule, scaler, random numbers and data stay as they are.
         """
         return self._state.settings
 
@@ -124,15 +124,12 @@ class OomRecovery(Retries[Settings]):
         with suppress(OutOfMemoryError):
             self.how = self._smaller(settings)
             what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
-            self.record(self.recovery(what, settings, self.how, self._seconds))
+            self.record(what, settings)
         restore_random_state(random, device)
 
-    def _begin(self, during: str) -> None:
-        self.step, self.during, self._began = self._state.step + 1, during, time.perf_counter()
-
-    @property
-    def _seconds(self) -> float:
-        return time.perf_counter() - self._began
+    def _begin(self, during: str, *, lost_seconds: float = 0.0) -> None:
+        self.step, self.during = self._state.step + 1, during
+        self._began = time.perf_counter() - lost_seconds
 
     def _smaller(self, settings: Settings) -> Settings:
         """Settings that take less; while they are searched for, the model has its own forward."""
@@ -144,8 +141,8 @@ class OomRecovery(Retries[Settings]):
 
     def record_reading(self, message: str, seconds: float) -> None:
         """Record that memory ran out while a batch was read, that it was read again, and the seconds lost."""
-        self._begin("reading")
-        self.record(self.recovery(message, self.how, self.how, seconds))
+        self._begin("reading", lost_seconds=seconds)
+        self.record(message, self.how)
 
     def after_interrupted_update(self, message: str) -> str:
         """Let the next launch update without temporaries as large as all parameters, if that may help.
@@ -161,8 +158,8 @@ class OomRecovery(Retries[Settings]):
             of_torch and has_implementation(self._state.optimizer, for_loop)
         ):
             return "Resume from the last save, on more ranks or with an optimizer that has less state."
-        self.during = "update"
-        return self._stored_for_next_launch(message, replace(before, optimizer_implementation=for_loop), 0.0)
+        self._begin("update")
+        return self._stored_for_next_launch(message, replace(before, optimizer_implementation=for_loop))
 
     def _check_repeatable(self, ran_out: RanOut) -> None:
         """Raise an error if the step cannot be repeated."""
@@ -174,17 +171,16 @@ class OomRecovery(Retries[Settings]):
             )
         ranks = self._state.ranks
         if ranks.is_distributed:
-            after = self._shrink(self.how)
-            stored = self._stored_for_next_launch(ran_out.message, after, self._seconds)
+            stored = self._stored_for_next_launch(ran_out.message, self._shrink(self.how))
             raise StepOutOfMemoryError(
                 f"memory ran out on rank {ranks.rank} of {ranks.count} in step {self.step}: "
                 f"{ran_out.message}.\n  The other ranks wait for its gradients and cannot undo the step, so "
                 f"this launch ends.\n  {stored}"
             )
 
-    def _stored_for_next_launch(self, message: str, after: Settings, seconds: float) -> str:
+    def _stored_for_next_launch(self, message: str, after: Settings) -> str:
         self.during = f"{self.during} on rank {self._state.ranks.rank}"
-        return self._store_fallback(after, self.recovery(message, self.how, after, seconds))
+        return self._store_fallback(after, self.recovery(message, self.how, after))
 
 
 def _allocator_retries(device: torch.device) -> int:
