@@ -78,11 +78,11 @@ class Retries(Generic[How]):
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             nonlocal ran_out_with
-            taken, message, refused = self.how, ran_out.message, ""
+            taken, words, refused = self.how, self._describe(self.how), ""
             if ran_out.refused:
-                refused = f"with {self._describe(taken)} the {self.during} raised {ran_out.refused.rstrip('.')}"
+                refused = f"with {words} the {self.during} raised {ran_out.refused.rstrip('.')}"
             else:
-                ran_out_with = self._describe(taken)
+                ran_out_with = words
             try:
                 undo(ran_out)
                 if is_retry:
@@ -90,12 +90,13 @@ class Retries(Generic[How]):
             except StepOutOfMemoryError:
                 raise
             except OutOfMemoryError as error:
+                reason = f"{refused}, and {error}" if refused else str(error)
                 raise StepOutOfMemoryError(
-                    f"memory ran out in the {self.during} with {ran_out_with}: {message.rstrip('.')}. It cannot "
-                    f"run with less, because {', and '.join(filter(None, (refused, str(error).rstrip('.'))))}."
-                    f"\n  Model and optimizer are as before the step. {self._way_out}"
+                    f"memory ran out in the {self.during} with {ran_out_with}: {ran_out.message.rstrip('.')}. "
+                    f"It cannot run with less, because {reason.rstrip('.')}.\n  Model and optimizer are as "
+                    f"before the step. {self._way_out}"
                 ) from error
-            self.record("; ".join(filter(None, (message, refused))), taken)
+            self.record(f"{ran_out.message}; {refused}" if refused else ran_out.message, taken)
 
         try:
             return with_retries(timed, recover, self._device, but=self._ends)

@@ -12,7 +12,8 @@ sentence-transformers.
 Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
 """
 
-from brimful.integrations.transformers.api import apply, job, plan
+from brimful.integrations.transformers.api import apply, plan
 from brimful.integrations.transformers.applied_plan import AppliedPlan
+from brimful.integrations.transformers.trainer_job import job
 
 __all__ = ["AppliedPlan", "apply", "job", "plan"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -145,7 +145,7 @@ class StepRunner:
         OutOfMemoryError if the step does not fit, and no settings take less.
         """
         step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
-        _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))
+        _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.run, step, keeps=False))
         if peak is not None:
             self.peak = larger_peak(self.peak, peak)
 
@@ -200,8 +200,16 @@ class StepRunner:
         if done.peak is not None:
             self.peak = larger_peak(self.peak, done.peak)
         if state.average is not None:
-            with _partial_update("the average of the weights could not follow an update"):
+            try:
                 with_room(state.average.update, during="the average of the weights is updated")
+            except PartialUpdateError:
+                raise
+            except Exception as error:
+                raise PartialUpdateError(
+                    "the average of the weights could not follow an update: "
+                    f"{type(error).__name__}: {str(error).rstrip('.')}. The model is not saved. Resume from "
+                    "the last save."
+                ) from error
         if state.scheduler is not None:
             found = unless_out_of_memory(state.scheduler.step)  # not retried: it may have stepped in part
             if isinstance(found, RanOut):
@@ -249,17 +257,3 @@ class StepRunner:
                 "updated parameters with it. They are not saved. Resume from the last save, without "
                 "optimizer_in_backward: then such a step is not taken."
             )
-
-
-@contextmanager
-def _partial_update(what: str) -> Iterator[None]:
-    """Raise PartialUpdateError for any error: the model is neither before a step nor after it."""
-    try:
-        yield
-    except PartialUpdateError:
-        raise
-    except Exception as error:
-        raise PartialUpdateError(
-            f"{what}: {type(error).__name__}: {str(error).rstrip('.')}. The model is not saved. "
-            "Resume from the last save."
-        ) from error
