@@ -80,12 +80,6 @@ class Prepared:
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
         self._wrapper = optimizer
         self._scaler = enabled(scaler or getattr(optimizer, "scaler", None))
-        self._retries = Retries(
-            settings.micro_batch_size,
-            device_of(model),
-            "micro-batch {}".format,
-            way_out="Plan for a smaller budget, or use `bf.apply`, which divides the micro-batch.",
-        )
         self._journal: StepJournal | None = None
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
@@ -110,7 +104,7 @@ class Prepared:
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """Steps in which memory ran out and that were taken again by `retry`."""
-        return tuple(self._retries.recoveries)
+        return () if self._journal is None else tuple(self._journal.retries.recoveries)
 
     def micro_batches(
         self, batch: Batch, *, count: Callable[[Batch], Tensor | float] | None = None
@@ -219,7 +213,12 @@ class Prepared:
         self._journal = StepJournal(
             self._model,
             self._optimizer,
-            self._retries,
+            Retries(
+                self.settings.micro_batch_size,
+                device_of(self._model),
+                "micro-batch {}".format,
+                way_out="Plan for a smaller budget, or use `bf.apply`, which divides the micro-batch.",
+            ),
             why_nothing_less="the loop divides its batches itself",
             scaler=self._scaler,
             wrapper=self._wrapper,

@@ -60,7 +60,7 @@ class StepJournal:
         wrapper: Any = None,
         snapshot: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ) -> None:
-        self._retries, self._why_nothing_less, self._snapshot = retries, why_nothing_less, snapshot
+        self.retries, self._why_nothing_less, self._snapshot = retries, why_nothing_less, snapshot
         self._device = device_of(model)
         self._buffers = BufferSnapshot(model)
         self._random: RandomState | None = None
@@ -111,7 +111,7 @@ class StepJournal:
             return function(*arguments)
 
         with self._within():
-            found = self._retries.run(attempt, shrink or self._nothing_less, partial(self._undo, start))
+            found = self.retries.run(attempt, shrink or self._nothing_less, partial(self._undo, start))
         self._done.append(action)
         return found
 
@@ -175,7 +175,7 @@ class StepJournal:
                 with self._within():
                     loss = own(closure, **options)
             self._end()
-            self._retries.step += 1
+            self.retries.step += 1
             return loss
 
         return step
