@@ -1,6 +1,6 @@
 """Recognize out-of-memory errors, free memory after one, and try again.
 
-A training step recovers by itself (`trainer/step/recovery.py`). Everything else that a run may do twice
+Steps are retried as `retries.py` says. Everything else that a run may do twice
 (copies for a save, checks of the weights, their average, the state of random generators) uses `with_room`.
 """
 

@@ -100,23 +100,12 @@ class StepRunner:
     def run(
         self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False
     ) -> StepRecord:
-        """Run a step on a global batch.
+        """Run a step on a global batch, which is on the host, of any size, and the same on every rank.
 
-        Args:
-            batch: The global batch on the host, of any size, the same on every rank.
-            epoch: Written to the record.
-            data_seconds: Written to the record: the time spent waiting for the batch.
-            measure_memory: Measure the peak memory of this step, which slows it down.
-
-        Returns:
-            The record of the step.
-
-        Raises:
-            NotFiniteStep: The loss or a gradient is NaN or infinite; the step was undone.
-            BatchError: The batch cannot be split.
-            LossError: The loss is not a scalar tensor or has no gradient.
-            OutOfMemoryError: Memory ran out, and no settings take less; the step was undone.
-            PartialUpdateError: The update raised and could not be completed.
+        `epoch` and `data_seconds`, the time spent waiting for the batch, are for the record. `measure_memory`
+        measures the peak of this step, which slows it down. Raises `NotFiniteStep` if the loss or a gradient is
+        NaN or infinite, and OutOfMemoryError if no settings take less; the step is undone then. Raises
+        PartialUpdateError if the update raised and could not be completed.
         """
         state = self._state
         rate = with_room(partial(learning_rate, state.optimizer), during="the learning rate is read")
