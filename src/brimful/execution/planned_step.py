@@ -143,10 +143,9 @@ class PlannedStep:
         refuse = None if is_one_of_several() else check_labels  # each rank has a batch of its own
         self._labels = LabelWatch.of_job(job, self._layout, refuse)
         self._check = check
+        """Checks the next batch that is split; None once one had enough samples for that."""
         self._is_checked = False
         self._check_split = check_split
-        self._owes_check = False
-        """Whether micro-batches were divided for a batch too small to be checked."""
         self._recovers = recover
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
@@ -189,10 +188,7 @@ class PlannedStep:
             )
         if (larger := self._lengths.larger(global_batch)) is not None:
             warnings.warn(larger, stacklevel=2)
-        if self._owes_check and self._check_split is not None:
-            self._owes_check = not self._check_split(self.settings, global_batch, is_split=False)
-            self._is_checked = not self._owes_check
-        elif self._check is not None and self.settings.gradient_accumulation_steps > 1:
+        if self._check is not None and self.settings.gradient_accumulation_steps > 1:
             if self._check(self.settings, global_batch):
                 self._check, self._is_checked = None, True
         elif (ignored := self._labels.ignored(global_batch, self.settings)) is not None:
@@ -239,12 +235,12 @@ class PlannedStep:
         if self._check_split is None:
             return lowered
         try:
-            is_known = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
+            self._is_checked = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
         except PartialUpdateError:
             raise
         except BrimfulError as error:
             raise OutOfMemoryError(f"its batch may not be split: {error}") from error
-        self._check, self._is_checked, self._owes_check = None, is_known, not is_known
+        self._check = None if self._is_checked else partial(self._check_split, is_split=False)
         return lowered
 
     def loading(self) -> AbstractContextManager[object]:
