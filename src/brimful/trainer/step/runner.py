@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,15 +36,6 @@ from brimful.trainer.step.schedules import learning_rate
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """The outcome of a step that can still be undone."""
-
-    record: StepRecord
-    skipped_in_a_row: int
-    peak: PeakMemory | None
 
 
 class StepRunner:
@@ -110,22 +101,19 @@ class StepRunner:
         state = self._state
         rate = with_room(partial(learning_rate, state.optimizer), during="the learning rate is read")
         self.recovery.shrink_if_thrashing()
-        unfinished = StepRecord(
+        record_of = partial(
+            StepRecord,
             step=state.step + 1,
             epoch=epoch,
-            loss=math.nan,
-            gradient_norm=math.nan,
-            seconds=0.0,
             samples=self._layout.count(batch),
-            updated=False,
             data_seconds=data_seconds,
             memory_measured=measure_memory,
             learning_rate=rate,
         )
-        step = partial(self._attempt, batch, unfinished)
-        done = self.recovery.with_retries("step", partial(self._transaction.run, step))
-        self._complete(done)
-        return done.record
+        step = partial(self._attempt, batch, record_of, measure_memory=measure_memory)
+        record, peak = self.recovery.with_retries("step", partial(self._transaction.run, step))
+        self._complete(record, peak)
+        return record
 
     def dry_run(self, batch: Batch, *, measure_memory: bool = False) -> None:
         """Check that a step on a batch fits in memory: run it and undo it; shrink the settings if it does not.
@@ -138,25 +126,24 @@ class StepRunner:
         if peak is not None:
             self.peak = larger_peak(self.peak, peak)
 
-    def _attempt(self, batch: Batch, unfinished: StepRecord) -> _Attempt:
+    def _attempt(
+        self, batch: Batch, record_of: Callable[..., StepRecord], *, measure_memory: bool
+    ) -> tuple[StepRecord, PeakMemory | None]:
         """Run a step once, and check that its loss and gradients are finite."""
         start = time.perf_counter()
-        outcome, peak = self._outcome(batch, measure_memory=unfinished.memory_measured)
+        outcome, peak = self._outcome(batch, measure_memory=measure_memory)
         loss, gradient_norm = self._loss_and_norm
-        record = replace(
-            unfinished,
+        record = record_of(
             loss=loss,
             gradient_norm=gradient_norm,
             seconds=time.perf_counter() - start,
             updated=outcome.updated,
             terms=self._terms,
         )
-        has_scaler = self._state.executor.scaler is not None
-        is_skip = not record.updated and math.isfinite(loss) and has_scaler
-        skipped = self._state.skipped_in_a_row + 1 if is_skip else 0
-        if not record.updated and (not is_skip or skipped > MOST_SKIPPED_STEPS):
+        is_skip = math.isfinite(loss) and self._state.executor.scaler is not None
+        if not record.updated and not (is_skip and self._state.skipped_in_a_row < MOST_SKIPPED_STEPS):
             raise NotFiniteStep(record)
-        return _Attempt(record=record, skipped_in_a_row=skipped, peak=peak)
+        return record, peak
 
     def _outcome(
         self, batch: Batch, *, measure_memory: bool, updates: bool = True
@@ -178,16 +165,16 @@ class StepRunner:
             torch.cuda.synchronize(state.device)
         return outcome, peak
 
-    def _complete(self, done: _Attempt) -> None:
+    def _complete(self, record: StepRecord, peak: PeakMemory | None) -> None:
         """Count a step, which can no longer be undone; after an update, step moving average and schedule."""
-        state, record = self._state, done.record
-        state.skipped_in_a_row = done.skipped_in_a_row
+        state = self._state
+        state.skipped_in_a_row = 0 if record.updated else state.skipped_in_a_row + 1
         state.step += 1
         if not record.updated:
             return
         state.updates += 1
-        if done.peak is not None:
-            self.peak = larger_peak(self.peak, done.peak)
+        if peak is not None:
+            self.peak = larger_peak(self.peak, peak)
         if state.average is not None:
             try:
                 with_room(state.average.update, during="the average of the weights is updated")
