@@ -42,8 +42,8 @@ class StepOutcome:
     updated: bool
     """False if `before_update` declined or the scaler skipped the update."""
     recoveries: tuple[Recovery, ...] = ()
-    """One record for each attempt that was repeated, with the settings of the next one: memory ran out in it, or
-    the model refused a smaller micro-batch."""
+    """One record for each attempt that was repeated, with the settings of the next one: memory ran out, or the
+    model refused a smaller micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
