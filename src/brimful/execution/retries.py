@@ -36,7 +36,7 @@ class Retries(Generic[How]):
         during: What is attempted, for the record.
         step: Number of the running step, for the record; the caller advances it.
         way_out: What the user can do if nothing takes less; ends the error.
-        ends: Errors that are no reason to take less, even after memory ran out.
+        ends: Errors that end the attempts, even after memory ran out.
         on_recovery: Called with each record.
     """
 
