@@ -60,7 +60,7 @@ class HeldValues:
         self.puts: dict[str, Callable[[Any], object]] = {}
         """Functions that put another value in the place of a name, where there is one."""
         self._containers: list[tuple[Any, Any]] = []
-        """Dicts and lists, and closures' cells, with copies of what is in them."""
+        """Dicts, lists and sets, and closures' cells, with copies of what is in them."""
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
         self._left = _MOST_IN_ALL
@@ -78,6 +78,9 @@ class HeldValues:
                 for key, value in content.items():
                     if value is not _NOT_HELD and dict.get(container, key, _MISSING) is not value:
                         dict.__setitem__(container, key, value)
+            elif isinstance(container, set):
+                container.clear()
+                container.update(content)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
                     container.clear()
@@ -127,6 +130,10 @@ class HeldValues:
                 self._add_module(_joined(name, path), module)
         elif isinstance(value, TorchDispatchMode | TorchFunctionMode):
             return
+        elif isinstance(value, set):
+            if len(value) <= _MOST_ENTRIES:
+                self._seen.add(id(value))
+                self._containers.append((value, set(value)))
         elif isinstance(value, dict | list | tuple | deque):
             if len(value) > min(_MOST_ENTRIES, self._left):
                 return

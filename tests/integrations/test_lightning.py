@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import brimful as bf
 from brimful.errors import UsageError
+from brimful.integrations.division import Division
 from brimful.profiling.peak import peak_memory
 from helpers.faults import OutOfMemoryAt
 from helpers.torchrun import result_of_two_ranks
@@ -218,6 +219,18 @@ def test_a_trainer_whose_steps_have_other_samples_is_refused(tmp_path: Path) -> 
     callback = bfl.PlanCallback(planned(module, loader, micro_batch_size=16))
     with pytest.raises(UsageError, match="for 64 samples a step, and the trainer's steps have 128"):
         fitted(module, loader, tmp_path, callbacks=[callback], accumulate_grad_batches=2)
+
+
+def test_the_check_of_a_divided_batch_leaves_the_module_as_it_was() -> None:
+    module = Classifier()
+    module.trainer = bfl.PlanningTrainer(samples())
+    module.train()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    settings = bf.Settings(micro_batch_size=16, gradient_accumulation_steps=4)
+    assert bfl._check_first(module, settings, Division(whole=64, whose="loader"), next(iter(samples())))
+    assert module.training
+    assert module.seen == []
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_batches_are_not_joined() -> None:

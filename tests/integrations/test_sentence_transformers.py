@@ -20,7 +20,7 @@ from sentence_transformers.sentence_transformer import losses
 import brimful.integrations.transformers as bft
 from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.out_of_memory import StepOutOfMemoryError
-from brimful.integrations.trainer_coupling import _MEANS, why_not_divided
+from brimful.integrations.transformers.coupling import _MEANS, why_not_divided
 from brimful.profiling.splitting import compare_split_loss
 from helpers.faults import OutOfMemoryAt
 from helpers.sentence_trainers import LONGEST, pairs, scored, sentences, trainer

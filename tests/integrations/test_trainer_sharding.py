@@ -12,8 +12,8 @@ from accelerate.utils import DistributedType
 
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
-from brimful.integrations.trainer_plan import AppliedPlan
-from brimful.integrations.trainer_sharding import reduce_each_micro_batch
+from brimful.integrations.transformers.applied_plan import AppliedPlan
+from brimful.integrations.transformers.sharding import reduce_each_micro_batch
 from brimful.settings import Parallelism, Settings
 from helpers.sharded_trainers import call_sharded
 from helpers.torchrun import result_of_two_ranks

@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
-from brimful.integrations.trainer_batches import join_pairs, split_pairs
+from brimful.integrations.transformers.batches import join_pairs, split_pairs
 from helpers.faults import OutOfMemoryAt
 from helpers.trained_beside import (
     assert_same,

@@ -34,7 +34,7 @@ class Holder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.queue, self.history = Queue(), {"losses": [1.0]}
+        self.queue, self.history, self.widths = Queue(), {"losses": [1.0]}, {1}
         counted = [0]
 
         def hook(*_: Any) -> None:
@@ -48,6 +48,7 @@ class Holder(nn.Module):
         self.queue.seen += len(x)
         self.queue.entries.append(out)
         self.history["losses"].append(2.0)
+        self.widths.add(x.shape[1])
         self.last = out
         return out
 
@@ -59,7 +60,7 @@ def test_what_a_forward_changes_is_held_again() -> None:
     model(torch.zeros(3, 2))
     held.restore()
     assert (model.queue.seen, list(model.queue.entries), model.history) == (0, [], {"losses": [1.0]})
-    assert model.counted() == 0
+    assert (model.counted(), model.widths) == (0, {1})
     assert not hasattr(model, "last")
 
 

@@ -128,7 +128,7 @@ RUNNERS = {
     "arguments.py": {"eval": "hints of brimful's own modules, never what a user gives"},
     "__init__.py": {"import_module": "brimful's own modules"},
     "display.py": {"import_module": "brimful.report, which writes the text of results"},
-    "integrations/trainer_coupling.py": {"import_module": "the package of the loss that the user made"},
+    "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.grad_scaler import GradScaler
@@ -20,11 +19,12 @@ from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
 from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import InputWatch
-from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.losses import shares_of
 from brimful.execution.precision import device_of
+from brimful.execution.retries import Retries, is_one_of_several
 from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
+from brimful.execution.step_journal import StepJournal
 from brimful.job import Batch
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
 from brimful.results import Recovery, SampleSize
@@ -80,7 +80,7 @@ class Prepared:
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
         self._wrapper = optimizer
         self._scaler = enabled(scaler or getattr(optimizer, "scaler", None))
-        self._recovery: LoopRecovery | None = None
+        self._journal: StepJournal | None = None
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
@@ -104,7 +104,7 @@ class Prepared:
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """Steps in which memory ran out and that were taken again by `retry`."""
-        return () if self._recovery is None else tuple(self._recovery.recoveries)
+        return () if self._journal is None else tuple(self._journal.retries.recoveries)
 
     def micro_batches(
         self, batch: Batch, *, count: Callable[[Batch], Tensor | float] | None = None
@@ -197,7 +197,7 @@ class Prepared:
         """
         if not self._can_retry():
             return action(*arguments)
-        return (self._recovery or self._watch()).run(action, *arguments)
+        return (self._journal or self._watch()).run(action, *arguments)
 
     def remove(self) -> None:
         """Restore the model and the optimizer; calling it again does nothing."""
@@ -205,20 +205,26 @@ class Prepared:
 
     def _can_retry(self) -> bool:
         is_known = self.settings.precision is not Precision.FP16 or self._scaler is not None
-        return is_known and not _is_one_of_several()
+        return is_known and not is_one_of_several()
 
-    def _watch(self) -> LoopRecovery:
+    def _watch(self) -> StepJournal:
         if self._optimizer is None:
             raise UsageError("retry needs the optimizer: bf.prepare(plan, model, optimizer).")
-        self._recovery = LoopRecovery(
+        self._journal = StepJournal(
             self._model,
             self._optimizer,
-            self.settings.micro_batch_size,
+            Retries(
+                self.settings.micro_batch_size,
+                device_of(self._model),
+                "micro-batch {}".format,
+                way_out="Plan for a smaller budget, or use `bf.apply`, which divides the micro-batch.",
+            ),
+            why_nothing_less="the loop divides its batches itself",
             scaler=self._scaler,
             wrapper=self._wrapper,
         )
-        self._changes.callback(self._recovery.remove)
-        return self._recovery
+        self._changes.callback(self._journal.remove)
+        return self._journal
 
 
 def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | None) -> ExitStack:
@@ -239,11 +245,6 @@ def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | No
 
 def _is_captured(model: nn.Module) -> bool:
     return any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
-
-
-def _is_one_of_several() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Recognize out-of-memory errors, free memory after one, and try again.
 
-A training step recovers by itself (`trainer/step/recovery.py`). Everything else that a run may do twice
-(copies for a save, checks of the weights, their average, the state of random generators) uses `with_room`.
+Steps are retried as `retries.py` says. Everything else that a run may do twice (copies for a save, checks of
+the weights, their average, the state of random generators) uses `with_room`.
 """
 
 from __future__ import annotations

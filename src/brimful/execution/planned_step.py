@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,20 +9,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from brimful.batches import layout_of
-from brimful.errors import BrimfulError, PartialUpdateError, UsageError
+from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.in_force import put_in_force
 from brimful.execution.label_watch import LabelWatch, Refuse
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.losses import counting_parts, loss_weights
-from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
+from brimful.execution.out_of_memory import RanOut
 from brimful.execution.precision import device_of
+from brimful.execution.retries import Retries, is_one_of_several, smaller_micro_batch
 from brimful.execution.setup import set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
@@ -34,7 +33,7 @@ from brimful.optimizers import (
     check_needs_no_closure,
     check_parameters,
 )
-from brimful.results import Recovery, SampleSize
+from brimful.results import SampleSize
 from brimful.settings import Settings
 
 CheckBatch = Callable[[Settings, Batch], bool]
@@ -136,33 +135,29 @@ class PlannedStep:
         self._executor = StepExecutor(
             job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
         )
-        self._settings = settings
+        self._retries = Retries(
+            settings, device, Settings.describe, way_out="Plan for a smaller budget, or skip the batch."
+        )
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._lengths = LengthWatch(planned, self._layout)
-        refuse = None if _are_several_ranks() else check_labels  # each rank has a batch of its own
+        refuse = None if is_one_of_several() else check_labels  # each rank has a batch of its own
         self._labels = LabelWatch.of_job(job, self._layout, refuse)
         self._check = check
+        """Checks the next batch that is split; None once one had enough samples for that."""
         self._is_checked = False
         self._check_split = check_split
-        self._owes_check = False
-        """Whether micro-batches were divided for a batch too small to be checked."""
         self._recovers = recover
-        self._steps = 0
-        self._began = 0.0
-        """Start of the latest attempt."""
-        self._ran_out_with = ""
-        """The settings of the latest attempt in which memory ran out, in words."""
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
         self._changes = put_in_force(settings, model, optimizer)
 
     def __repr__(self) -> str:
-        return f"PlannedStep({self._settings.describe()})"
+        return f"PlannedStep({self.settings.describe()})"
 
     @property
     def settings(self) -> Settings:
         """The current settings: the plan's, with a smaller micro-batch after memory ran out."""
-        return self._settings
+        return self._retries.how
 
     def __call__(self, global_batch: Batch) -> StepOutcome:
         """Train on one global batch; one with more or larger samples than planned for gives a warning.
@@ -183,50 +178,39 @@ class PlannedStep:
         """
         samples = self._layout.count(global_batch)
         if (
-            samples > self._settings.rank_batch_size and not self._settings.optimizer_in_backward
+            samples > self.settings.rank_batch_size and not self.settings.optimizer_in_backward
         ):  # `optimizer_in_backward` refuses it
             warnings.warn(
-                f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
-                f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "
+                f"a batch has {samples} samples, and the plan is for {self.settings.rank_batch_size}: it is "
+                f"split into micro-batches of {self.settings.micro_batch_size} all the same, but the step may "
                 "take more memory than is predicted.",
                 stacklevel=2,
             )
         if (larger := self._lengths.larger(global_batch)) is not None:
             warnings.warn(larger, stacklevel=2)
-        if self._owes_check and self._check_split is not None:
-            self._owes_check = not self._check_split(self._settings, global_batch, is_split=False)
-            self._is_checked = not self._owes_check
-        elif self._check is not None and self._settings.gradient_accumulation_steps > 1:
-            if self._check(self._settings, global_batch):
+        if self._check is not None and self.settings.gradient_accumulation_steps > 1:
+            if self._check(self.settings, global_batch):
                 self._check, self._is_checked = None, True
-        elif (ignored := self._labels.ignored(global_batch, self._settings)) is not None:
+        elif (ignored := self._labels.ignored(global_batch, self.settings)) is not None:
             warnings.warn(ignored, stacklevel=2)
-        step, before = partial(self._attempt, global_batch), self._settings
-        recoveries: list[Recovery] = []
-        try:
-            if self._recovers and not _are_several_ranks():
-                recover = partial(self._recover, global_batch, recoveries)
-                outcome = with_retries(step, recover, self._executor.device)
-            else:
-                outcome = step()
-        except BaseException:
-            self._settings = before
-            raise
-        self._steps += 1
-        if self._settings != before:
+        attempt = partial(self._transaction.run, partial(self._step, global_batch))
+        if not self._recovers or is_one_of_several():
+            return attempt()
+        retries, before = self._retries, self.settings
+        retries.recoveries = []
+        outcome = retries.run(attempt, partial(self._divided_further, global_batch), self._check_unchanged)
+        retries.step += 1
+        if self.settings != before:
             warnings.warn(
-                f"memory ran out again in a step: {recoveries[-1].message}. From now on batches are split into "
-                f"micro-batches of {self._settings.micro_batch_size} in place of {before.micro_batch_size}.",
+                f"memory ran out again in a step: {retries.recoveries[-1].message}. From now on batches are "
+                f"split into micro-batches of {self.settings.micro_batch_size} in place of "
+                f"{before.micro_batch_size}.",
                 stacklevel=2,
             )
-        return replace(outcome, recoveries=tuple(recoveries)) if recoveries else outcome
-
-    def _attempt(self, global_batch: Batch) -> StepOutcome:
-        self._began = time.perf_counter()
-        return self._transaction.run(partial(self._step, global_batch))
+        return replace(outcome, recoveries=tuple(retries.recoveries)) if retries.recoveries else outcome
 
     def _step(self, global_batch: Batch) -> StepOutcome:
-        parts = self._layout.split(global_batch, self._settings.micro_batch_size)
+        parts = self._layout.split(global_batch, self.settings.micro_batch_size)
         micro_batches, weights = counting_parts(parts, loss_weights(self._executor.job, parts))
         hooks = replace(self._transaction.hooks, synchronising=self._synchronising)
         return self._executor(micro_batches, weights, hooks=hooks)
@@ -238,62 +222,26 @@ class PlannedStep:
             return nullcontext()  # `no_sync` in the first step of a static graph ends in an error (torch 2.13)
         return model.no_sync()
 
-    def _recover(
-        self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool
-    ) -> None:
-        """Record that memory ran out; use a smaller micro-batch if it ran out before."""
-        before = self._settings
-        if not ran_out.refused:
-            self._ran_out_with = before.describe()
+    def _check_unchanged(self, _ran_out: RanOut) -> None:
         if changed := self._executor.move.changed:
-            raise self._out_of_memory(
-                ran_out, f"its loss has changed its batch in place ({', '.join(sorted(changed))})"
-            )
-        if is_retry:
-            self._settings = self._with_less(global_batch, ran_out)
-        if ran_out.refused:
-            recoveries[-1] = replace(recoveries[-1], after=self._settings.describe())
-            return
-        recoveries.append(
-            Recovery(
-                step=self._steps + 1,
-                during="step",
-                message=ran_out.message,
-                before=before.describe(),
-                after=self._settings.describe(),
-                seconds=time.perf_counter() - self._began,
-            )
-        )
+            raise OutOfMemoryError(f"its loss has changed its batch in place ({', '.join(sorted(changed))})")
 
-    def _with_less(self, global_batch: Batch, ran_out: RanOut) -> Settings:
-        """The settings with the next smaller micro-batch."""
-        settings = self._settings
-        whole = settings.rank_batch_size
-        smaller = [size for size in range(1, settings.micro_batch_size) if whole % size == 0]
-        if not smaller:
-            raise self._out_of_memory(ran_out, "its micro-batch is one sample already")
+    def _divided_further(self, global_batch: Batch, settings: Settings) -> Settings:
+        """The settings with the next smaller micro-batch, if the batch may be divided so."""
+        lowered = smaller_micro_batch(settings)
+        is_split = settings.gradient_accumulation_steps > 1
+        if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
+            raise OutOfMemoryError(f"its batch cannot be split: {reason}")
+        if self._check_split is None:
+            return lowered
         try:
-            lowered = settings.with_micro_batch_size(smaller[-1])
-            is_split = settings.gradient_accumulation_steps > 1
-            if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
-                raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
-            if self._check_split is not None:
-                is_known = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
-                self._check, self._is_checked, self._owes_check = None, is_known, not is_known
-        except (StepOutOfMemoryError, PartialUpdateError):
+            self._is_checked = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
+        except PartialUpdateError:
             raise
         except BrimfulError as error:
-            raise self._out_of_memory(ran_out, f"its batch may not be split: {error}") from error
+            raise OutOfMemoryError(f"its batch may not be split: {error}") from error
+        self._check = None if self._is_checked else partial(self._check_split, is_split=False)
         return lowered
-
-    def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
-        if ran_out.refused:
-            reason = f"with {self._settings.describe()} it raised {ran_out.refused}"
-        return StepOutOfMemoryError(
-            f"memory ran out in a step with {self._ran_out_with}: {ran_out.message.rstrip('.')}. It cannot run "
-            f"with less, because {reason.rstrip('.')}.\n  Model and optimizer are as before the step. Plan "
-            "for a smaller budget, or skip the batch."
-        )
 
     def loading(self) -> AbstractContextManager[object]:
         """Within, `optimizer.load_state_dict` puts the state where the plan keeps it, such as on the host."""
@@ -305,11 +253,3 @@ class PlannedStep:
         Calling it again does nothing.
         """
         self._changes.close()
-
-
-def _are_several_ranks() -> bool:
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )

@@ -42,7 +42,8 @@ class StepOutcome:
     updated: bool
     """False if `before_update` declined or the scaler skipped the update."""
     recoveries: tuple[Recovery, ...] = ()
-    """One record for each time that memory ran out in the step, with the settings of the retry."""
+    """One record for each attempt that was repeated, with the settings of the next one: memory ran out, or the
+    model refused a smaller micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,22 +77,12 @@ class StepTransaction:
             before_first_update=self._before_first_update,
         )
 
-    def run(self, step: Callable[[], Result]) -> Result:
+    def run(self, step: Callable[[], Result], *, keeps: bool = True) -> Result:
         """Run a step; `step` calls the executor once, with `hooks`.
 
-        Raises `PartialUpdateError` if the step raised and could not be undone.
+        Without `keeps` the step is undone, whose executor is called with `updates=False`. Raises
+        `PartialUpdateError` if the step raised, or is to be undone, and could not be undone.
         """
-        return self._run(step, keeps=True)
-
-    def dry_run(self, step: Callable[[], Result]) -> Result:
-        """Run a step without an update, and undo it.
-
-        `step` calls the executor once, with `hooks` and `updates=False`. Raises `PartialUpdateError` if the
-        step could not be undone.
-        """
-        return self._run(step, keeps=False)
-
-    def _run(self, step: Callable[[], Result], *, keeps: bool) -> Result:
         with nullcontext() if self._signals is None else self._signals.in_force():
             random = RandomState.now(self._device)
             self._is_updated = False

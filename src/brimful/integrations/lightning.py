@@ -35,7 +35,7 @@ from brimful.execution.longest_batch import read_notes
 from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.integrations.division import Division
-from brimful.integrations.lightning_step import DividedBatches, unchanged
+from brimful.integrations.lightning_step import DividedBatches
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
@@ -312,8 +312,7 @@ def _check_samples(plan: Plan, trainer: Trainer) -> None:
 
 def _check_first(module: LightningModule, settings: Settings, division: Division, batch: Batch) -> bool:
     """Refuse a loss of a batch that is not the mean of the losses of its parts."""
-    with unchanged(module):
-        return division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
+    return division.check_first(_job(module, batch, lambda: module.trainer), module, settings, batch)
 
 
 class PlanningTrainer(Trainer):
@@ -381,12 +380,8 @@ def _without_logging(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, LightningModule) or type(module).log is not LightningModule.log:
         yield
         return
-    with replaced(module, "log", _log_nothing):
+    with replaced(module, "log", lambda *_args, **_options: None):
         yield
-
-
-def _log_nothing(*_args: Any, **_options: Any) -> None:
-    """Stands for `self.log`."""
 
 
 def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]:

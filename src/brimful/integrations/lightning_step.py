@@ -7,7 +7,7 @@ Private API of Lightning used here: `Closure`, whose call runs a batch, with `_b
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,13 +17,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.closure import OutputResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from torch import Tensor, nn
+from torch import Tensor
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
 from brimful.replaced import replace_attribute
 
-_CONTAINERS = (dict, list, set, deque)
 _HOOK = "training_step"
 
 
@@ -166,36 +165,3 @@ def _joined(found: list[Any], samples: list[int], whole: int) -> Any:
         else:
             last.extra[name] = value
     return last
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module and its submodules after the context: lists, numbers, and metrics.
-
-    Parameters and buffers are not restored.
-    """
-    registered = ("_parameters", "_buffers", "_modules")
-    kept = [
-        (own := vars(each), {name: _copied(value) for name, value in own.items() if name not in registered})
-        for each in module.modules()
-    ]
-    try:
-        yield
-    finally:
-        for own, before in kept:
-            for name in own.keys() - before.keys() - set(registered):
-                del own[name]
-            for name, value in before.items():
-                if isinstance(value, dict) and isinstance(own.get(name), dict):
-                    own[name].clear()
-                    own[name].update(value)
-                elif isinstance(value, list) and isinstance(own.get(name), list):
-                    own[name][:] = value
-                else:
-                    own[name] = value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, _CONTAINERS):
-        return value.copy()
-    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -12,6 +12,7 @@ from brimful.capture import CautiousCapture, capture_step
 from brimful.devices import Device
 from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.execution.longest_batch import with_longest_batch
+from brimful.execution.retries import smaller_micro_batch
 from brimful.job import Job
 from brimful.options import PlanOptions
 from brimful.planner import Plan, Request, search
@@ -55,10 +56,7 @@ class MemoryFallback:
             except BrimfulError as error:
                 reasons.append(str(error))
         raise OutOfMemoryError(
-            f"memory ran out, and nothing that takes less than {settings.describe()} was found.\n"
-            + "\n".join(f"  {reason}" for reason in reasons)
-            + "\n  The model is as it was after the last step. Train with a smaller global batch or model, an "
-            "optimizer with less state, or another precision."
+            "\n  ".join((f"nothing that takes less than {settings.describe()} was found:", *reasons))
         )
 
     def _replanned(self, settings: Settings) -> Settings:
@@ -117,12 +115,9 @@ class MemoryFallback:
         return replace(settings, reshard_after_forward=True)
 
     def _smaller_micro_batch(self, settings: Settings) -> Settings:
-        total = settings.rank_batch_size
-        smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
-        if not smaller:
-            raise OutOfMemoryError("the micro-batch is one sample already.")
+        smaller = smaller_micro_batch(settings)
         if settings.gradient_accumulation_steps == 1:  # otherwise the run splits batches already
-            reason = why_not_split(self._job, total)
+            reason = why_not_split(self._job, settings.rank_batch_size)
             if reason is not None:
                 raise OutOfMemoryError(f"the batch was not split: {reason}")
         if settings.gradient_accumulation_steps == 1 and not self._asked.split_batch_norm:
@@ -133,4 +128,4 @@ class MemoryFallback:
                     f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, "
                     "or each forward changes it for the next one."
                 )
-        return settings.with_micro_batch_size(smaller[-1])
+        return smaller

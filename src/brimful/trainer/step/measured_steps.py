@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import StepRecord
@@ -15,20 +14,6 @@ MEASURED_STEPS = 5
 one in which memory is measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSteps:
-    """Time and peak of steps under one plan."""
-
-    count: int
-    """Number of steps that were timed."""
-    step_seconds: float
-    """Median time of a step."""
-    peak_reserved_bytes: int | None
-    """Reserved bytes at the peak, without the average of the weights; None if it could not be measured."""
-    core_wait_fraction: float | None = None
-    """Fraction of the time in which a thread was ready to run and waited for a core, as in `Measurement`."""
-
-
 class Measuring:
     """Collects time and peak of steps under the plan."""
 
@@ -37,7 +22,8 @@ class Measuring:
         self._runner = runner
         self._seconds: list[float] = []
         self._waits: WaitsForCores | None = None
-        self._waited: float | None = None
+        self.core_wait_fraction: float | None = None
+        """Fraction of the time in which a thread was ready and waited for a core, as in `Measurement`."""
         self._is_warm = False
         """Whether a step has run in this launch."""
 
@@ -48,7 +34,7 @@ class Measuring:
         if is_timed and len(self._seconds) < MEASURED_STEPS:
             self._seconds.append(record.seconds)
             if self._waits is not None:
-                self._waited = self._waits.fraction()
+                self.core_wait_fraction = self._waits.fraction()
         if is_full and not self._is_warm:
             self._is_warm = True
             self._waits = WaitsForCores() if self._state.device.type == "cpu" else None
@@ -58,7 +44,18 @@ class Measuring:
         """Whether enough steps are timed, and the peak is measured."""
         return len(self._seconds) >= MEASURED_STEPS and self._runner.peak is not None
 
-    def _peak_bytes(self) -> int | None:
+    @property
+    def count(self) -> int:
+        """Number of steps that were timed."""
+        return len(self._seconds)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step."""
+        return statistics.median(self._seconds)
+
+    @property
+    def peak_reserved_bytes(self) -> int | None:
         """Reserved bytes at the peak, without the average of the weights, which a plan does not count.
 
         None if the peak was not measured, is not of what was planned, or if blocks hold the average too.
@@ -68,12 +65,3 @@ class Measuring:
         if self._runner.peak is None or has_uncounted or not self._runner.peak_is_as_planned:
             return None
         return self._runner.peak.reserved_bytes - (0 if average is None else average.held_bytes)
-
-    def measured(self) -> MeasuredSteps:
-        """The median time and the peak of the steps so far."""
-        return MeasuredSteps(
-            count=len(self._seconds),
-            step_seconds=statistics.median(self._seconds),
-            peak_reserved_bytes=self._peak_bytes(),
-            core_wait_fraction=self._waited,
-        )

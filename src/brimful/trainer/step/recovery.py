@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 
 from brimful.errors import OutOfMemoryError, PartialUpdateError
-from brimful.execution.out_of_memory import RanOut, make_room, with_retries
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room
+from brimful.execution.retries import Retries, Shrink
 from brimful.optimizers import has_implementation
 from brimful.results import Recovery
 from brimful.settings import OptimizerImplementation, Settings
@@ -24,15 +25,11 @@ from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.not_finite import NotFiniteStep
 from brimful.transforms import apply_units
-from brimful.transforms.apply import Applied
 
 THRASHING_STEPS = 3
 """Shrink the settings after this many steps in a row in which the CUDA allocator released its cache to find
 memory: each such search waits for the device. A choice: one may be due to a longer batch; three in a row will
 recur."""
-
-Shrink = Callable[[Settings], Settings]
-"""Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
 
 StoreFallback = Callable[[Settings, Recovery], str]
 """Stores the settings for the next launch; returns a sentence for the error message."""
@@ -40,31 +37,58 @@ StoreFallback = Callable[[Settings, Recovery], str]
 Result = TypeVar("Result")
 
 
-class OomRecovery:
+class OomRecovery(Retries[Settings]):
     """Retries steps in which memory ran out, with smaller settings from the second retry on.
 
-    `state` gets the smaller settings, which `shrink` finds; `applied`, the unit actions on the model, changes
-    with them. `on_recovery` is called each time that memory ran out; `store_fallback` stores smaller settings
-    for the next launch.
+    The unit actions on the model are those of the settings in force. `shrink` finds smaller settings,
+    `on_recovery` is called each time that memory ran out; `store_fallback` stores smaller settings for the next
+    launch.
     """
 
     def __init__(
         self,
         state: TrainState,
-        applied: Applied,
         *,
-        shrink: Shrink,
+        shrink: Shrink[Settings],
         on_recovery: Callable[[Recovery], None],
         store_fallback: StoreFallback,
     ) -> None:
-        self._state = state
-        self.applied = applied
+        self._state, self._shrink, self._store_fallback = state, shrink, store_fallback
+        self.applied = apply_units(state.model, state.settings)
         """The unit actions on the model."""
-        self._shrink = shrink
-        self._on_recovery = on_recovery
-        self._store_fallback = store_fallback
-        self._retries = _allocator_retries(state.device)
+        self._allocator_retries = _allocator_retries(state.device)
         self._thrashed_in_a_row = 0
+        super().__init__(
+            state.settings,
+            state.device,
+            Settings.describe,
+            way_out="Train with a smaller global batch or model, an optimizer with less state, or another "
+            "precision.",
+            ends=(NotFiniteStep,),
+            on_recovery=on_recovery,
+        )
+
+    @property
+    def how(self) -> Settings:
+        """The settings in force.
+
+        Between two steps, others of the same global batch, precision, optimizer and memory format may be put in
+        force: parameters, optimizer, schedule, scaler, random numbers and data stay as they are.
+        """
+        return self._state.settings
+
+    @how.setter
+    def how(self, settings: Settings) -> None:
+        before = self._state.settings
+        if settings == before:
+            return
+        self.applied.remove()
+        try:
+            self.applied = apply_units(self._state.model, settings)
+        except BaseException:
+            self.applied = apply_units(self._state.model, before)
+            raise
+        self._state.settings = settings
 
     def with_retries(self, during: str, attempt: Callable[[], Result]) -> Result:
         """Run an attempt; when memory runs out, repeat it from the same random state.
@@ -73,67 +97,52 @@ class OomRecovery:
         Raises OutOfMemoryError if no settings take less, or there are several ranks; PartialUpdateError if the
         step cannot be repeated.
         """
-        device, before = self._state.device, self._state.settings
+        device, recoveries = self._state.device, len(self.recoveries)
         random = random_state_now(device)
-        start = time.perf_counter()
 
-        def timed() -> Result:
-            nonlocal start
-            start = time.perf_counter()
+        def attempt_from_start() -> Result:
+            if len(self.recoveries) > recoveries:
+                restore_random_state(random, device)  # planning makes batches, which draws random numbers
             return attempt()
 
-        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
-            self._check_batch_unchanged(ran_out)
-            if self._state.ranks.is_distributed:
-                raise self._ended_on_one_rank(during, ran_out.message, start)
-            self._recover(during, ran_out, start, shrinks=is_retry)
-            restore_random_state(random, device)  # planning makes batches, which draws random numbers
-
-        try:
-            return with_retries(timed, recover, device, but=(NotFiniteStep,))
-        except BaseException:
-            if self._state.settings != before:
-                self._change_settings(lambda _settings: before)
-            raise
+        self._begin(during)
+        return self.run(attempt_from_start, self._smaller, self._check_repeatable)
 
     def shrink_if_thrashing(self) -> None:
         """Shrink the settings if the allocator had to search for memory in each of the last steps."""
         device = self._state.device
-        before, self._retries = self._retries, _allocator_retries(device)
+        before, self._allocator_retries = self._allocator_retries, _allocator_retries(device)
         if self._state.ranks.is_distributed:
             return  # all ranks would have to shrink together
-        self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if self._retries > before else 0
+        self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if self._allocator_retries > before else 0
         if self._thrashed_in_a_row < THRASHING_STEPS:
             return
         self._thrashed_in_a_row = 0
-        random = random_state_now(device)
+        random, settings = random_state_now(device), self.how
         make_room(device)
-        what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
+        self._begin("allocator")
         with suppress(OutOfMemoryError):
-            self._recover("allocator", RanOut(what), time.perf_counter(), shrinks=True)
+            self.how = self._smaller(settings)
+            what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
+            self.record(what, settings)
         restore_random_state(random, device)
 
-    def _change_settings(self, choose: Callable[[Settings], Settings]) -> None:
-        """Put other settings in force between two steps: their unit actions in place of those before.
+    def _begin(self, during: str, *, lost_seconds: float = 0.0) -> None:
+        self.step, self.during = self._state.step + 1, during
+        self._began = time.perf_counter() - lost_seconds
 
-        Parameters, optimizer, schedule, scaler, random numbers and data stay as they are. `choose` gets the
-        settings in force and returns those to continue with, of the same global batch, precision, optimizer and
-        memory format. While it runs, the model has its own forward, as when planning.
-        """
-        state, before = self._state, self._state.settings
+    def _smaller(self, settings: Settings) -> Settings:
+        """Settings that take less; while they are searched for, the model has its own forward."""
         self.applied.remove()
         try:
-            after = choose(before)
-            self.applied = apply_units(state.model, after)
-        except BaseException:
-            self.applied = apply_units(state.model, before)
-            raise
-        state.settings = after
+            return self._shrink(settings)
+        finally:
+            self.applied = apply_units(self._state.model, settings)
 
     def record_reading(self, message: str, seconds: float) -> None:
         """Record that memory ran out while a batch was read, that it was read again, and the seconds lost."""
-        settings = self._state.settings
-        self._on_recovery(self._record("reading", message, settings, settings, seconds))
+        self._begin("reading", lost_seconds=seconds)
+        self.record(message, self.how)
 
     def after_interrupted_update(self, message: str) -> str:
         """Let the next launch update without temporaries as large as all parameters, if that may help.
@@ -149,56 +158,29 @@ class OomRecovery:
             of_torch and has_implementation(self._state.optimizer, for_loop)
         ):
             return "Resume from the last save, on more ranks or with an optimizer that has less state."
-        return self._stored_for_next_launch(
-            "update", message, replace(before, optimizer_implementation=for_loop)
-        )
+        self._begin("update")
+        return self._stored_for_next_launch(message, replace(before, optimizer_implementation=for_loop))
 
-    def _recover(self, during: str, ran_out: RanOut, since: float, *, shrinks: bool) -> None:
-        state, message = self._state, ran_out.message
-        before = state.settings
-        if ran_out.refused:
-            message = f"{message}; with {before.describe()} the step raised {ran_out.refused}"
-        if shrinks:
-            try:
-                self._change_settings(self._shrink)
-            except OutOfMemoryError as error:
-                if not ran_out.refused:
-                    raise
-                raise OutOfMemoryError(f"{message}.\n  {error}") from error
-        self._on_recovery(self._record(during, message, before, state.settings, time.perf_counter() - since))
-
-    def _record(self, during: str, message: str, before: Settings, after: Settings, seconds: float) -> Recovery:
-        return Recovery(
-            step=self._state.step + 1,
-            during=during,
-            message=message,
-            before=before.describe(),
-            after=after.describe(),
-            seconds=seconds,
-        )
-
-    def _check_batch_unchanged(self, ran_out: RanOut) -> None:
+    def _check_repeatable(self, ran_out: RanOut) -> None:
+        """Raise an error if the step cannot be repeated."""
         if changed := self._state.executor.move.changed:
             raise PartialUpdateError(
                 f"memory ran out in a step whose loss had changed its batch in place "
                 f"({', '.join(sorted(changed))}): {ran_out.message}. The step cannot be repeated. Resume from "
                 "the last save, or let the loss work on a copy."
             )
-
-    def _ended_on_one_rank(self, during: str, message: str, since: float) -> OutOfMemoryError:
-        """Store smaller settings for the next launch; return the error that ends this one."""
         ranks = self._state.ranks
-        after = self._shrink(self._state.settings)
-        stored = self._stored_for_next_launch(during, message, after, time.perf_counter() - since)
-        return OutOfMemoryError(
-            f"memory ran out on rank {ranks.rank} of {ranks.count} in step {self._state.step + 1}: "
-            f"{message}.\n  The other ranks wait for its gradients and cannot undo the step, so this "
-            f"launch ends.\n  {stored}"
-        )
+        if ranks.is_distributed:
+            stored = self._stored_for_next_launch(ran_out.message, self._shrink(self.how))
+            raise StepOutOfMemoryError(
+                f"memory ran out on rank {ranks.rank} of {ranks.count} in step {self.step}: "
+                f"{ran_out.message}.\n  The other ranks wait for its gradients and cannot undo the step, so "
+                f"this launch ends.\n  {stored}"
+            )
 
-    def _stored_for_next_launch(self, during: str, message: str, after: Settings, seconds: float = 0.0) -> str:
-        where = f"{during} on rank {self._state.ranks.rank}"
-        return self._store_fallback(after, self._record(where, message, self._state.settings, after, seconds))
+    def _stored_for_next_launch(self, message: str, after: Settings) -> str:
+        self.during = f"{self.during} on rank {self._state.ranks.rank}"
+        return self._store_fallback(after, self.recovery(message, self.how, after))
 
 
 def _allocator_retries(device: torch.device) -> int:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,30 +20,22 @@ from brimful.batches import layout_of
 from brimful.errors import PartialUpdateError
 from brimful.execution.hooks import StepHooks
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
+from brimful.execution.retries import Shrink
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.profiling import PeakMemory, larger_peak, peak_memory
 from brimful.results import Recovery, StepRecord
+from brimful.settings import Settings
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.batch_norm import corrected_momentum
 from brimful.trainer.step.micro_batches import split_for_rank
 from brimful.trainer.step.not_finite import NotFiniteStep
-from brimful.trainer.step.recovery import OomRecovery, Shrink, StoreFallback
+from brimful.trainer.step.recovery import OomRecovery, StoreFallback
 from brimful.trainer.step.schedules import learning_rate
-from brimful.transforms import apply_units
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    """The outcome of a step that can still be undone."""
-
-    record: StepRecord
-    skipped_in_a_row: int
-    peak: PeakMemory | None
 
 
 class StepRunner:
@@ -60,7 +52,7 @@ class StepRunner:
         job: Job,
         state: TrainState,
         *,
-        shrink: Shrink,
+        shrink: Shrink[Settings],
         on_recovery: Callable[[Recovery], None],
         corrects_batch_norm: bool = False,
         store_fallback: StoreFallback = lambda _after, _recovery: "",
@@ -71,11 +63,7 @@ class StepRunner:
         self._state = state
         self._corrects_batch_norm = corrects_batch_norm
         self.recovery = OomRecovery(
-            state,
-            apply_units(state.model, state.settings),
-            shrink=shrink,
-            on_recovery=on_recovery,
-            store_fallback=store_fallback,
+            state, shrink=shrink, on_recovery=on_recovery, store_fallback=store_fallback
         )
         """Retries what ran out of memory."""
         self._transaction = StepTransaction(
@@ -103,43 +91,29 @@ class StepRunner:
     def run(
         self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False
     ) -> StepRecord:
-        """Run a step on a global batch.
+        """Run a step on a global batch, which is on the host, of any size, and the same on every rank.
 
-        Args:
-            batch: The global batch on the host, of any size, the same on every rank.
-            epoch: Written to the record.
-            data_seconds: Written to the record: the time spent waiting for the batch.
-            measure_memory: Measure the peak memory of this step, which slows it down.
-
-        Returns:
-            The record of the step.
-
-        Raises:
-            NotFiniteStep: The loss or a gradient is NaN or infinite; the step was undone.
-            BatchError: The batch cannot be split.
-            LossError: The loss is not a scalar tensor or has no gradient.
-            OutOfMemoryError: Memory ran out, and no settings take less; the step was undone.
-            PartialUpdateError: The update raised and could not be completed.
+        `epoch` and `data_seconds`, the time spent waiting for the batch, are for the record. `measure_memory`
+        measures the peak of this step, which slows it down. Raises `NotFiniteStep` if the loss or a gradient is
+        NaN or infinite, and OutOfMemoryError if no settings take less; the step is undone then. Raises
+        PartialUpdateError if the update raised and could not be completed.
         """
         state = self._state
         rate = with_room(partial(learning_rate, state.optimizer), during="the learning rate is read")
         self.recovery.shrink_if_thrashing()
-        unfinished = StepRecord(
+        record_of = partial(
+            StepRecord,
             step=state.step + 1,
             epoch=epoch,
-            loss=math.nan,
-            gradient_norm=math.nan,
-            seconds=0.0,
             samples=self._layout.count(batch),
-            updated=False,
             data_seconds=data_seconds,
             memory_measured=measure_memory,
             learning_rate=rate,
         )
-        step = partial(self._attempt, batch, unfinished)
-        done = self.recovery.with_retries("step", partial(self._transaction.run, step))
-        self._complete(done)
-        return done.record
+        step = partial(self._attempt, batch, record_of, measure_memory=measure_memory)
+        record, peak = self.recovery.with_retries("step", partial(self._transaction.run, step))
+        self._complete(record, peak)
+        return record
 
     def dry_run(self, batch: Batch, *, measure_memory: bool = False) -> None:
         """Check that a step on a batch fits in memory: run it and undo it; shrink the settings if it does not.
@@ -148,29 +122,28 @@ class StepRunner:
         OutOfMemoryError if the step does not fit, and no settings take less.
         """
         step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
-        _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))
+        _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.run, step, keeps=False))
         if peak is not None:
             self.peak = larger_peak(self.peak, peak)
 
-    def _attempt(self, batch: Batch, unfinished: StepRecord) -> _Attempt:
+    def _attempt(
+        self, batch: Batch, record_of: Callable[..., StepRecord], *, measure_memory: bool
+    ) -> tuple[StepRecord, PeakMemory | None]:
         """Run a step once, and check that its loss and gradients are finite."""
         start = time.perf_counter()
-        outcome, peak = self._outcome(batch, measure_memory=unfinished.memory_measured)
+        outcome, peak = self._outcome(batch, measure_memory=measure_memory)
         loss, gradient_norm = self._loss_and_norm
-        record = replace(
-            unfinished,
+        record = record_of(
             loss=loss,
             gradient_norm=gradient_norm,
             seconds=time.perf_counter() - start,
             updated=outcome.updated,
             terms=self._terms,
         )
-        has_scaler = self._state.executor.scaler is not None
-        is_skip = not record.updated and math.isfinite(loss) and has_scaler
-        skipped = self._state.skipped_in_a_row + 1 if is_skip else 0
-        if not record.updated and (not is_skip or skipped > MOST_SKIPPED_STEPS):
+        is_skip = math.isfinite(loss) and self._state.executor.scaler is not None
+        if not record.updated and not (is_skip and self._state.skipped_in_a_row < MOST_SKIPPED_STEPS):
             raise NotFiniteStep(record)
-        return _Attempt(record=record, skipped_in_a_row=skipped, peak=peak)
+        return record, peak
 
     def _outcome(
         self, batch: Batch, *, measure_memory: bool, updates: bool = True
@@ -192,19 +165,27 @@ class StepRunner:
             torch.cuda.synchronize(state.device)
         return outcome, peak
 
-    def _complete(self, done: _Attempt) -> None:
+    def _complete(self, record: StepRecord, peak: PeakMemory | None) -> None:
         """Count a step, which can no longer be undone; after an update, step moving average and schedule."""
-        state, record = self._state, done.record
-        state.skipped_in_a_row = done.skipped_in_a_row
+        state = self._state
+        state.skipped_in_a_row = 0 if record.updated else state.skipped_in_a_row + 1
         state.step += 1
         if not record.updated:
             return
         state.updates += 1
-        if done.peak is not None:
-            self.peak = larger_peak(self.peak, done.peak)
+        if peak is not None:
+            self.peak = larger_peak(self.peak, peak)
         if state.average is not None:
-            with _partial_update("the average of the weights could not follow an update"):
+            try:
                 with_room(state.average.update, during="the average of the weights is updated")
+            except PartialUpdateError:
+                raise
+            except Exception as error:
+                raise PartialUpdateError(
+                    "the average of the weights could not follow an update: "
+                    f"{type(error).__name__}: {str(error).rstrip('.')}. The model is not saved. Resume from "
+                    "the last save."
+                ) from error
         if state.scheduler is not None:
             found = unless_out_of_memory(state.scheduler.step)  # not retried: it may have stepped in part
             if isinstance(found, RanOut):
@@ -221,11 +202,9 @@ class StepRunner:
             assert hooks.before_update is not None
             return hooks.before_update(loss, gradient_norm) and self._is_finite(loss, gradient_norm)
 
-        return StepHooks(
+        return replace(
+            hooks,
             before_update=before_update,
-            call_update=hooks.call_update,
-            after_update=hooks.after_update,
-            before_first_update=hooks.before_first_update,
             synchronising=parallel.synchronising,
             clip=parallel.clip,
             loss=parallel.loss if self._job.embed is None else None,
@@ -254,17 +233,3 @@ class StepRunner:
                 "updated parameters with it. They are not saved. Resume from the last save, without "
                 "optimizer_in_backward: then such a step is not taken."
             )
-
-
-@contextmanager
-def _partial_update(what: str) -> Iterator[None]:
-    """Raise PartialUpdateError for any error: the model is neither before a step nor after it."""
-    try:
-        yield
-    except PartialUpdateError:
-        raise
-    except Exception as error:
-        raise PartialUpdateError(
-            f"{what}: {type(error).__name__}: {str(error).rstrip('.')}. The model is not saved. "
-            "Resume from the last save."
-        ) from error

@@ -49,7 +49,7 @@ class SelfCorrecting:
             self._compare(plan, record.step)
 
     def _compare(self, plan: Plan, step: int) -> None:
-        measured = self._measuring.measured()
+        measured = self._measuring
         peak_bytes = measured.peak_reserved_bytes
         found = SelfCorrection(
             step=step,

@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.trainer_pt_utils import nested_concat
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError
-from brimful.integrations.trainer_modules import model_of
-from brimful.integrations.trainer_parts import IGNORED_LABEL, shares_of_loss
-from brimful.integrations.trainer_sharding import shards
+from brimful.integrations.transformers.modules import model_of
+from brimful.integrations.transformers.sharding import shards
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
 from brimful.replaced import replace_attribute
 
+IGNORED_LABEL = -100
+"""Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
 _uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 """Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
 _shifts_labels: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
@@ -166,6 +168,37 @@ def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], floa
         return float(_counted(batch, shifts=_shifts_labels.get(trainer, False)))
 
     return count
+
+
+def shares_of_loss(parts: list[Any], count: Callable[[Any], float]) -> list[float]:
+    """Each part's share in the mean loss of all parts of a batch; the shares add up to 1.
+
+    `count` is one of `items_counter`. Raises `BatchError` if no label counts.
+    """
+    counts = [count(part) for part in parts]
+    total = sum(counts)
+    if not total:
+        raise BatchError("a micro-batch has no labels that count, so its loss cannot be divided among parts.")
+    return [each / total for each in counts]
+
+
+def joined_results(found: list[Any], shares: list[float]) -> tuple[Any, Any, Any]:
+    """Join what `prediction_step` returns for the parts of a batch: loss, logits and labels of each.
+
+    `shares` are those of each part's loss. Loss, logits or labels are None if a part lacks them.
+    """
+    losses = [loss for loss, _, _ in found]
+    loss = None
+    if all(each is not None for each in losses):
+        loss = sum(each * share for each, share in zip(losses, shares, strict=True))
+    joined = []
+    for place in (1, 2):
+        values = [each[place] for each in found]
+        whole = values[0]
+        for value in values[1:]:
+            whole = None if whole is None else nested_concat(whole, value, padding_index=IGNORED_LABEL)
+        joined.append(whole)
+    return loss, joined[0], joined[1]
 
 
 class DividedLoss:

@@ -17,18 +17,18 @@ from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared, unwrapped
-from brimful.integrations.trainer_batches import layout_of_trainer
-from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import (
+from brimful.integrations.transformers.batches import layout_of_trainer
+from brimful.integrations.transformers.coupling import why_not_divided
+from brimful.integrations.transformers.loss import DividedLoss
+from brimful.integrations.transformers.modules import trained_module
+from brimful.integrations.transformers.recovery import TrainerRecovery
+from brimful.integrations.transformers.sharding import parallelism_of, reduce_each_micro_batch, shards
+from brimful.integrations.transformers.trainer_job import (
     check_first_division,
     effective_batch_size,
     find_use_of_count,
     precision_of,
 )
-from brimful.integrations.trainer_loss import DividedLoss
-from brimful.integrations.trainer_modules import trained_module
-from brimful.integrations.trainer_recovery import TrainerRecovery
-from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch, shards
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.replaced import replace_attribute
@@ -38,7 +38,7 @@ _WARM_STEPS = 2
 """Steps that are not timed: the allocator and libraries set themselves up in them."""
 
 
-class AppliedPlan:
+class AppliedPlan(TrainerCallback):
     """A plan in force on a trainer; see `integrations.transformers.apply`."""
 
     def __init__(self, plan: Plan, trainer: Trainer, *, recovers: bool, reports: bool, verifies: bool) -> None:
@@ -50,34 +50,34 @@ class AppliedPlan:
         """Highest measured peak of a step on a GPU; 0 on a CPU, where it is not measured."""
         self._trainer = trainer
         self._reports = reports
+        self._began = 0.0
+        self._on_cuda = torch.device(trainer.args.device).type == "cuda"
         layout, size = layout_of_trainer(trainer), plan.settings.micro_batch_size
         find_use_of_count(trainer)
         check = (
             partial(check_first_division, trainer, plan.settings) if verifies and not shards(trainer) else None
         )
         self._division = DividedLoss(trainer, layout, check)
-        self._recovery = (
-            TrainerRecovery(trainer, size, self._division)
-            if recovers and trainer.args.world_size == 1
-            else None
-        )
-        self._callback = _PlanCallback(self)
-        self._changes = ExitStack()
-        self._ends_evaluation = (lambda: None) if self._recovery is None else self._recovery.watch_evaluation()
-        self._ends_sharding = reduce_each_micro_batch(trainer)
-        trainer.add_callback(self._callback)
+        self._recovery: TrainerRecovery | None = None
+        self._in_training, self._until_removed = ExitStack(), ExitStack()
+        if recovers and trainer.args.world_size == 1:
+            self._recovery = TrainerRecovery(trainer, size, self._division)
+            self._until_removed.callback(self._recovery.watch_evaluation())
+        self._until_removed.callback(reduce_each_micro_batch(trainer))
+        trainer.add_callback(self)
+        self._until_removed.callback(trainer.remove_callback, self)
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
         """Steps in which memory ran out and that were taken again."""
         return () if self._recovery is None else tuple(self._recovery.recoveries)
 
-    def begin(self, model: nn.Module, optimizer: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the plan's actions in force on the model and the optimizer that training begins with."""
-        self.end()
-        settings, wrapper, optimizer = self.plan.settings, optimizer, unwrapped(optimizer)
+        self._in_training.close()
+        settings, wrapper, model = self.plan.settings, kwargs["optimizer"], kwargs["model"]
         _disable_cache(model, self._trainer)
-        module = trained_module(self._trainer, model)
+        module, optimizer = trained_module(self._trainer, model), unwrapped(wrapper)
         with ExitStack() as changes:
             changes.callback(Prepared(settings, module, optimizer, planned=self.plan.sample_sizes).remove)
             if self._recovery is not None:
@@ -86,18 +86,31 @@ class AppliedPlan:
                 own = self._trainer.training_step
                 train = partial(self._division.train, settings.micro_batch_size, own)
                 changes.callback(replace_attribute(self._trainer, "training_step", train))
-            self._changes = changes.pop_all()
+            self._in_training = changes.pop_all()
 
-    def end(self) -> None:
-        """Undo `begin`."""
-        self._changes.close()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to measure a step."""
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the time and the peak of a step."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+            self.peak_allocated_bytes = max(self.peak_allocated_bytes, torch.cuda.max_memory_allocated())
+        self.step_seconds.append(time.perf_counter() - self._began)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Undo `on_train_begin`; print the report on the first process, if one was requested."""
+        self._in_training.close()
+        if self._reports and self._trainer.is_world_process_zero():
+            print(self.report_text())
 
     def remove(self) -> None:
         """Restore the trainer's own training loop."""
-        self.end()
-        self._ends_evaluation()
-        self._ends_sharding()
-        self._trainer.remove_callback(self._callback)
+        self._in_training.close()
+        self._until_removed.close()
 
     def report_text(self) -> str:
         """Predicted beside measured, in a few lines."""
@@ -118,40 +131,6 @@ class AppliedPlan:
                 f"{last.during} {last.step}: {last.before}, then {last.after}"
             )
         return "\n".join(lines)
-
-    def print_report(self) -> None:
-        """Print `report_text` on the first process, if a report was requested."""
-        if self._reports and self._trainer.is_world_process_zero():
-            print(self.report_text())
-
-
-class _PlanCallback(TrainerCallback):
-    """Calls the applied plan when training and its steps begin and end."""
-
-    def __init__(self, applied: AppliedPlan) -> None:
-        self._applied = applied
-        self._began = 0.0
-        self._on_cuda = False
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._on_cuda = torch.device(args.device).type == "cuda"
-        self._applied.begin(kwargs["model"], kwargs["optimizer"])
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        applied = self._applied
-        if self._on_cuda:
-            torch.cuda.synchronize()
-            applied.peak_allocated_bytes = max(applied.peak_allocated_bytes, torch.cuda.max_memory_allocated())
-        applied.step_seconds.append(time.perf_counter() - self._began)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._applied.end()
-        self._applied.print_report()
 
 
 def _disable_cache(model: nn.Module, trainer: Trainer) -> None:

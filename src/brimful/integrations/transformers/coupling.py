@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from brimful.integrations.trainer_kinds import is_of_sentence_transformers, is_of_trl
+from brimful.integrations.transformers.kinds import is_of_sentence_transformers, is_of_trl
 
 _MEANS = ("CosineSimilarityLoss", "ContrastiveLoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss")
 """Losses of sentence-transformers that are means over the samples of a batch, if what computes them is.

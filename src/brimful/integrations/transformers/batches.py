@@ -28,7 +28,7 @@ from brimful.execution.longest_data import (
     spread_indices,
 )
 from brimful.execution.random_state import RandomState
-from brimful.integrations.trainer_kinds import has_pairs, is_of_sentence_transformers
+from brimful.integrations.transformers.kinds import has_pairs, is_of_sentence_transformers
 from brimful.job import Batch
 
 _ALIKE_SAMPLES = 64

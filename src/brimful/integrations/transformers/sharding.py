@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer
 
 from brimful.errors import UsageError
-from brimful.integrations.trainer_modules import trained_module
+from brimful.integrations.transformers.modules import trained_module
 from brimful.settings import Parallelism
 
 _DDP = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)

@@ -21,9 +21,9 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.integrations.division import Division
-from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
-from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import (
+from brimful.integrations.transformers.batches import batches_of_longest, layout_of_trainer
+from brimful.integrations.transformers.kinds import check_kind
+from brimful.integrations.transformers.loss import (
     adds_up,
     counted_labels,
     ignores_count,
@@ -32,8 +32,8 @@ from brimful.integrations.trainer_loss import (
     noticing_use,
     passes_count,
 )
-from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
-from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
+from brimful.integrations.transformers.modules import StandIns, model_of, trained_module
+from brimful.integrations.transformers.sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
 from brimful.replaced import replaced
 from brimful.settings import Settings
@@ -54,8 +54,25 @@ def precision_of(trainer: Trainer) -> str:
     return "tf32" if args.tf32 else "fp32"
 
 
-def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
-    """The job of a trainer; see `integrations.transformers.job`."""
+def job(trainer: Trainer, *, longest: Any | None = None) -> Job:
+    """The training job of a `Trainer`, for `bf.estimate`, `bf.measure` and `bf.verify`.
+
+    Model, loss (with label smoothing and `compute_loss_func`), collator, optimizer, precision and the count of
+    tokens are the trainer's. A batch is made of the longest samples of the training data, so that what is
+    predicted is the largest step.
+
+    Args:
+        trainer: As it is before `train()`.
+        longest: The sample with the highest memory use, as the dataset returns it. Default: searched for in the
+            dataset, of which at most 10,000 samples are read, from all its parts, for at most two seconds; of a
+            stream the first ones.
+
+    Returns:
+        The job; its model is the trainer's, which estimating and planning do not change.
+
+    Raises:
+        UsageError: The trainer has no model yet, no samples, or trains in a way that is not supported.
+    """
     _check_supported(trainer)
     _checkpoint_as_asked(trainer)
     batch = batches_of_longest(trainer, longest)
@@ -89,7 +106,7 @@ def find_use_of_count(trainer: Trainer) -> None:
     """Run a trainer's loss on fake tensors, unless it ran, to find how it counts labels."""
     if ignores_count(trainer) is None:
         any_gpu = find_device("T4")  # of the table, so that nothing is measured; the loss is the same on all
-        capture_step(job_of_trainer(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
+        capture_step(job(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
 
 
 def check_planned_division(trainer: Trainer, job: Job, settings: Settings, baseline: Trace) -> bool:

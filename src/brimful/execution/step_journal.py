@@ -1,6 +1,6 @@
-"""Out-of-memory recovery in a loop that runs the steps itself: the actions of the step so far are run again.
+"""The journal of a step in a loop that brimful does not run: what the step did so far can be run again.
 
-The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch, and
+The loop calls what it does in a step through `StepJournal.run`: forward and backward of each micro-batch, and
 clipping. Its calls of a loss scaler's `unscale_` are run that way too. If memory runs out in one of them, the
 gradients of the step are cleared, random numbers and buffers are restored to those of its start, and all of its
 actions are run again. An update in which memory runs out is completed. A loss scaler discards what it found
@@ -9,7 +9,6 @@ about gradients that are computed again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,15 +20,15 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from brimful.errors import UsageError
+from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries, with_room
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
+from brimful.execution.retries import Retries, Shrink
 from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.execution.update import ResumableUpdate
 from brimful.replaced import replace_attribute
-from brimful.results import Recovery
 
 Result = TypeVar("Result")
 
@@ -37,34 +36,36 @@ _OF_TORCH = ("torch.optim", "brimful.optimizers")
 """Modules of optimizers whose `step` runs a closure once, before its update; LBFGS is an exception."""
 
 
-class LoopRecovery:
-    """Retries the actions of a loop's optimizer steps in which memory runs out.
+class StepJournal:
+    """The actions of the optimizer step so far, run again where memory runs out in one of them.
 
     Args:
         model: The model, before or after it is wrapped.
         optimizer: An optimizer without a wrapper. Its `step` ends a step.
-        micro_batch_size: Samples of a micro-batch, for the record.
+        retries: The samples of a micro-batch, and the records of the retries.
+        why_nothing_less: Why an action in which memory runs out twice takes nothing less.
         scaler: The loop's loss scaler; it steps the optimizer. A disabled one is ignored.
         wrapper: Accelerate's wrapper of the optimizer; None without one.
+        snapshot: Copies what else an action changes; the function that it returns restores that.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        micro_batch_size: int,
+        retries: Retries[int],
         *,
+        why_nothing_less: str,
         scaler: GradScaler | None = None,
         wrapper: Any = None,
+        snapshot: Callable[[], Callable[[], object]] = lambda: lambda: None,
     ) -> None:
-        self.recoveries: list[Recovery] = []
-        self._optimizer = optimizer
+        self.retries, self._why_nothing_less, self._snapshot = retries, why_nothing_less, snapshot
         self._device = device_of(model)
-        self._size = micro_batch_size
         self._buffers = BufferSnapshot(model)
         self._random: RandomState | None = None
+        """Random numbers at the start of the step; None between steps, and once the step is undone."""
         self._done: list[_Action] = []
-        self._steps = 0
         self._has_gradients = False
         self._is_within = False
         """Whether an action or an update is running."""
@@ -85,44 +86,32 @@ class LoopRecovery:
         """Restore the methods of the optimizer and the scaler; calling it again does nothing."""
         self._changes.close()
 
-    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+    def run(
+        self, function: Callable[..., Result], *arguments: Any, shrink: Shrink[int] | None = None
+    ) -> Result:
         """Run an action of the step: forward and backward of a micro-batch, or clipping.
 
         `arguments`, such as the micro-batch, are kept until the step ends. Raises `StepOutOfMemoryError` if
-        memory ran out twice in a row.
+        memory ran out twice in a row, and `shrink` finds no smaller micro-batch.
         """
         if self._is_within:  # an update calls it
             return function(*arguments)
         if self._random is None or not self._has_any_gradient():  # they were cleared without an update
             self._end()
             with_room(self._begin, during="a training step begins")
-        action = _Action.of(function, arguments)
-        began, reruns = time.perf_counter(), False
+        action, start, restore = _Action.of(function, arguments), self._random, self._snapshot()
+        assert start is not None
 
         def attempt() -> Result:
-            if reruns:
+            if self._random is None:
+                self._begin(start)
                 for each in self._done:
                     each.function(*each.arguments)
+                restore()
             return function(*arguments)
 
-        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
-            nonlocal reruns
-            self._undo(ran_out, is_retry=is_retry)
-            reruns = True
-            size = f"micro-batch {self._size}"
-            self.recoveries.append(
-                Recovery(
-                    step=self._steps + 1,
-                    during="step",
-                    message=ran_out.message,
-                    before=size,
-                    after=size,
-                    seconds=time.perf_counter() - began,
-                )
-            )
-
         with self._within():
-            found = with_retries(attempt, recover, self._device)
+            found = self.retries.run(attempt, shrink or self._nothing_less, partial(self._undo, start))
         self._done.append(action)
         return found
 
@@ -143,14 +132,13 @@ class LoopRecovery:
             self._buffers.release()
         self._random, self._done = None, []
 
-    def _begin(self) -> None:
+    def _begin(self, start: RandomState | None = None) -> None:
         self._has_gradients = self._has_any_gradient()
         self._buffers.take()
-        self._random = RandomState.now(self._device)
+        self._random = start or RandomState.now(self._device)
 
-    def _undo(self, ran_out: RanOut, *, is_retry: bool) -> None:
+    def _undo(self, start: RandomState, ran_out: RanOut) -> None:
         """Undo the step so far, if it can be run again."""
-        assert self._random is not None
         if self._has_gradients:
             raise StepOutOfMemoryError(
                 f"memory ran out in a training step: {ran_out.message}. It cannot be taken again, because "
@@ -161,25 +149,18 @@ class LoopRecovery:
             parameter.grad = None
         if self._scaled is not None:
             self._scaled.forget()
-        self._random.restore(self._device)
+        self._random = None
+        start.restore(self._device)
         self._buffers.restore()
-        try:
-            if is_retry:
-                raise StepOutOfMemoryError(
-                    f"memory ran out twice in a training step of {self._size} samples at a time: "
-                    f"{ran_out.message}. Model and optimizer are as before the step. Plan for a smaller "
-                    "budget, or use `bf.apply`, which divides the micro-batch."
-                )
-            for each in self._done:
-                each.check()
-            with_room(self._buffers.take, during="a training step is taken again")
-        except BaseException:
-            self._random, self._done = None, []
-            raise
+        for each in self._done:
+            each.check()
+
+    def _nothing_less(self, _size: int) -> int:
+        raise OutOfMemoryError(self._why_nothing_less)
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Replacement of the optimizer's `step`: it ends a step, and is completed if memory runs out in it."""
-        update, own = completed_update(optimizer, self._device), optimizer.step
+        update, own = _completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
         def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -194,7 +175,7 @@ class LoopRecovery:
                 with self._within():
                     loss = own(closure, **options)
             self._end()
-            self._steps += 1
+            self.retries.step += 1
             return loss
 
         return step
@@ -212,7 +193,7 @@ class LoopRecovery:
         return zero_grad
 
 
-def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:
+def _completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:
     """A function that runs updates of an optimizer, and completes those in which memory runs out.
 
     It takes a function that calls the optimizer's `step`, and raises `PartialUpdateError` if an update can

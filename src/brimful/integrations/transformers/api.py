@@ -1,16 +1,4 @@
-"""A plan for a Transformers `Trainer`, applied to it: two lines beside the ones you have.
-
-Trainers that derive from it work too: TRL's `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, and those of
-sentence-transformers.
-
-    import brimful.integrations.transformers as bft
-
-    plan = bft.plan(trainer, budget="11GiB")
-    bft.apply(plan, trainer)
-    trainer.train()
-
-Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
-"""
+"""The public functions: a trainer's job, a plan for it, and the plan applied to it."""
 
 from __future__ import annotations
 
@@ -28,30 +16,27 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
-from brimful.integrations.trainer_batches import few_samples_notes, reading_notes
-from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_evaluation import evaluation_notes
-from brimful.integrations.trainer_job import (
-    check_planned_division,
-    effective_batch_size,
-    job_of_trainer,
-    precision_of,
-)
-from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import division_notes, notes_for_trainer
-from brimful.integrations.trainer_plan import AppliedPlan
-from brimful.integrations.trainer_sharding import (
+from brimful.integrations.transformers.applied_plan import AppliedPlan
+from brimful.integrations.transformers.batches import few_samples_notes, reading_notes
+from brimful.integrations.transformers.coupling import why_not_divided
+from brimful.integrations.transformers.evaluation import evaluation_notes
+from brimful.integrations.transformers.kinds import check_kind
+from brimful.integrations.transformers.loss import division_notes, notes_for_trainer
+from brimful.integrations.transformers.sharding import (
     parallelism_of,
     reshards_after_forward,
     sharding_notes,
     shards,
 )
-from brimful.job import Job
+from brimful.integrations.transformers.trainer_job import (
+    check_planned_division,
+    effective_batch_size,
+    job,
+    precision_of,
+)
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
 from brimful.profiling.named_device import DeviceLike
-
-__all__ = ["AppliedPlan", "apply", "job", "plan"]
 
 _OF_THE_TRAINER = {
     "precision": "bf16 or fp16 in TrainingArguments",
@@ -65,28 +50,6 @@ _OF_THE_TRAINER = {
     "offload_parameters": "fsdp_config in TrainingArguments",
 }
 """Options of a plan that the trainer decides, and where."""
-
-
-def job(trainer: Trainer, *, longest: Any | None = None) -> Job:
-    """The training job of a `Trainer`, for `bf.estimate`, `bf.measure` and `bf.verify`.
-
-    Model, loss (with label smoothing and `compute_loss_func`), collator, optimizer, precision and the count of
-    tokens are the trainer's. A batch is made of the longest samples of the training data, so that what is
-    predicted is the largest step.
-
-    Args:
-        trainer: As it is before `train()`.
-        longest: The sample with the highest memory use, as the dataset returns it. Default: searched for in the
-            dataset, of which at most 10,000 samples are read, from all its parts, for at most two seconds; of a
-            stream the first ones.
-
-    Returns:
-        The job; its model is the trainer's, which estimating and planning do not change.
-
-    Raises:
-        UsageError: The trainer has no model yet, no samples, or trains in a way that is not supported.
-    """
-    return job_of_trainer(trainer, longest=longest)
 
 
 def plan(
@@ -133,10 +96,9 @@ def plan(
     if shards(trainer):
         asked["reshard_after_forward"] = reshards_after_forward(trainer)
     reason = why_not_divided(trainer)
+    _check_size(trainer, options.get("micro_batch_size"), reason)
     if reason is not None:
-        asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
-    else:
-        _check_joins_none(trainer, options.get("micro_batch_size"))
+        asked["micro_batch_size"] = int(trainer.args.train_batch_size)
     size, of_batch = effective_batch_size(trainer), int(trainer.args.train_batch_size)
     notes = (*reading_notes(trainer, longest), *few_samples_notes(trainer, size), *sharding_notes(trainer))
     if reason is not None:
@@ -200,8 +162,14 @@ def _without_asked_size(message: str, options: PlanKeywords) -> str:
     return re.sub(r"(you asked for: [^\n]*?)(, )?micro-batches of \d+(?(2)|, )", r"\1", whole)
 
 
-def _check_joins_none(trainer: Trainer, asked: int | None) -> None:
+def _check_size(trainer: Trainer, asked: int | None, reason: str | None) -> None:
+    """Refuse to join a trainer's batches, and to divide those that have a `reason` to stay whole."""
     size = int(trainer.args.train_batch_size)
+    if reason is not None and asked not in (None, size):
+        raise UsageError(
+            f"micro_batch_size={asked} would change what is trained; the trainer has "
+            f"per_device_train_batch_size={size}. {reason[0].upper()}{reason[1:]}"
+        )
     if asked is not None and asked > size:
         raise UsageError(
             f"micro_batch_size={asked} is larger than the trainer's batches of {size}. A plan divides them, "
@@ -221,17 +189,6 @@ def _joining_notes(trainer: Trainer, joining: int) -> tuple[str, ...]:
         f"per_device_train_batch_size={args.train_batch_size * args.gradient_accumulation_steps} and "
         "gradient_accumulation_steps=1 in TrainingArguments",
     )
-
-
-def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
-    """The micro-batch size of a trainer whose batch is not divided."""
-    size = int(trainer.args.train_batch_size)
-    if asked not in (None, size):
-        raise UsageError(
-            f"micro_batch_size={asked} would change what is trained; the trainer has "
-            f"per_device_train_batch_size={size}. {reason[0].upper()}{reason[1:]}"
-        )
-    return size
 
 
 def apply(
