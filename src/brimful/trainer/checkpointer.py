@@ -11,7 +11,7 @@ from torch import nn
 from brimful.errors import SaveError, UsageError
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
-from brimful.trainer.resume import check_rates, run_identity
+from brimful.trainer.resume import check_rates
 from brimful.trainer.state import TrainState, whole_model
 from brimful.trainer.step.not_finite import is_finite_on_all_ranks, update_not_finite
 from brimful.trainer.storage.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ class Checkpointer:
         Raises ResumeError if it does not match this optimizer, schedule or loss scaler, or has other rates.
         """
         optimizer_state = saved.optimizer_state_for(self._state.optimizer)
-        self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
+        self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state))
         saved.release()
         check_rates(self._config, self._state.rates, saved)
         self._requested_step = saved.step
@@ -59,7 +59,7 @@ class Checkpointer:
         needs_save = state.ranks.any(self._requested_step != state.step)
         if not needs_save or not is_finite_on_all_ranks(state.model, state.ranks):
             return
-        checkpoint = Checkpoint(run=run_identity(self._config, state.rates), state=state.state_dict())
+        checkpoint = state.state_dict(self._config)
         model = state.model if state.parallel.saves_parts else whole_model(state, run_dir)
         self._write(model, checkpoint)
         self._requested_step = state.step

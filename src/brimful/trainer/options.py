@@ -154,6 +154,12 @@ class RunConfig:
         return None if self.options.run_dir is None else Path(self.options.run_dir)
 
     @property
+    def schedule_name(self) -> str | None:
+        """The `Schedule` as text; None without one, and for a scheduler made by a function."""
+        schedule = self.options.schedule
+        return str(schedule) if isinstance(schedule, Schedule) else None
+
+    @property
     def loss_unit(self) -> str | None:
         """The unit that the job counts, as text; None if it counts nothing."""
         return None if self.job.count is None else self.job.counted

@@ -10,8 +10,7 @@ from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirect
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.trainer.options import RunConfig
-from brimful.trainer.step.schedules import Schedule
-from brimful.trainer.storage.checkpoint import Rates, RunIdentity
+from brimful.trainer.storage.checkpoint import Rates
 from brimful.trainer.storage.relaunch import read_fallback, write_fallback
 from brimful.trainer.storage.restore import Save, newest_save
 from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_run_directory
@@ -62,29 +61,17 @@ def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: R
     )
 
 
-def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
-    """Make the identity of a run, to save: a checkpoint with another identity is of another run."""
-    schedule = config.options.schedule
-    return RunIdentity(
-        settings=config.settings,
-        seed=config.options.seed,
-        about=config.about,
-        rates=rates,
-        schedule=str(schedule) if isinstance(schedule, Schedule) else None,
-    )
-
-
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
     """Check that learning rates, weight decays and schedule are those of the save, which would override them.
 
     Raises ResumeError if they differ.
     """
-    before, now = saved.checkpoint.run, run_identity(config, rates)
-    if (before.rates, before.schedule) != (now.rates, now.schedule):
+    before = saved.checkpoint
+    if (before.rates, before.schedule) != (rates, config.schedule_name):
         raise ResumeError(
             f"the run in {config.run_dir} was begun with learning rates and weight decays "
             f"{_listed(before.rates)} and schedule {before.schedule}, and is to resume with "
-            f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
+            f"{_listed(rates)} and {config.schedule_name}: it would not be the same run. Resume it as it was "
             "begun, or begin another in a new run directory."
         )
 
@@ -119,11 +106,10 @@ def _check_run_directory(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_same_run(config: RunConfig, saved: Save) -> None:
-    asked = saved.checkpoint.run
-    run_dir = config.run_dir
+    asked, run_dir = saved.checkpoint, config.run_dir
     for name, before, now in (
         ("seed", asked.seed, config.options.seed),
-        ("global batch size", asked.settings.global_batch_size, config.settings.global_batch_size),
+        ("global batch size", asked.asked_settings.global_batch_size, config.settings.global_batch_size),
     ):
         if before != now:
             raise ResumeError(
@@ -140,9 +126,8 @@ def _check_same_run(config: RunConfig, saved: Save) -> None:
 
 def _settings_to_resume(config: RunConfig, saved: Save) -> Settings:
     """The settings in force when the run was saved, unless the plan has changed."""
-    if saved.checkpoint.run.settings != config.settings:
-        return config.settings
-    return saved.checkpoint.state.settings
+    is_as_asked = saved.checkpoint.asked_settings == config.settings
+    return saved.checkpoint.settings if is_as_asked else config.settings
 
 
 def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:

@@ -62,7 +62,7 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
             is_damaged = True
             continue
         if isinstance(record, StepRecord):
-            if record.step > checkpoint.state.step:
+            if record.step > checkpoint.step:
                 is_damaged = True
                 continue
             history.steps.append(record)

@@ -52,7 +52,7 @@ class Save:
     @property
     def step(self) -> int:
         """Number of steps taken before the save."""
-        return self.checkpoint.state.step
+        return self.checkpoint.step
 
     def load_model(self, model: nn.Module) -> None:
         """Load the saved parameters and buffers into a model.
@@ -72,7 +72,7 @@ class Save:
 
         Raises ResumeError if the saved optimizer has other parameters.
         """
-        return load_optimizer_state(optimizer, self.checkpoint.state.optimizer, self.path)
+        return load_optimizer_state(optimizer, self.checkpoint.optimizer, self.path)
 
     def _whole_names(self) -> list[str]:
         """The names of the files of unsharded tensors."""
@@ -80,8 +80,7 @@ class Save:
 
     def release(self) -> None:
         """Free the optimizer state and the average, once they are loaded."""
-        state = self.checkpoint.state
-        for tensors in (state.optimizer, state.average):
+        for tensors in (self.checkpoint.optimizer, self.checkpoint.average):
             if tensors is not None:
                 tensors.clear()
 
@@ -177,8 +176,8 @@ def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:
     checkpoint = Checkpoint.from_documents(
         read_regular_file(path / RUN, what="file"), _load_state(path / STATE, maps=maps), where="its "
     )
-    if checkpoint.state.step != manifest.step:
-        raise FileFormatError(f"its {RUN} is of step {checkpoint.state.step}")
+    if checkpoint.step != manifest.step:
+        raise FileFormatError(f"its {RUN} is of step {checkpoint.step}")
     return Save(path=path, checkpoint=checkpoint)
 
 

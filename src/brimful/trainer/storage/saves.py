@@ -125,11 +125,11 @@ class Saves:
         without running code.
         """
         self.wait()
-        if self.saved_step == checkpoint.state.step:
+        if self.saved_step == checkpoint.step:
             return
         copies = with_room(
             partial(self._copied, model, checkpoint),
-            during=f"the save after step {checkpoint.state.step} is copied to the host",
+            during=f"the save after step {checkpoint.step} is copied to the host",
         )
         is_first = not self._is_checked
         thread = ThreadPoolExecutor(1, "brimful save")
@@ -160,7 +160,7 @@ class Saves:
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
-        of_optimizer, divided_state = divided_of_optimizer(checkpoint.state.optimizer)
+        of_optimizer, divided_state = divided_of_optimizer(checkpoint.optimizer)
         divided |= divided_state
         is_first, is_sharded = self._ranks.is_first, self._ranks.is_distributed
         frozen, rest = ({}, whole) if is_sharded else split_frozen(model, whole)
@@ -168,7 +168,7 @@ class Saves:
         frozen_tensors, frozen_tied = distinct_tensors(frozen, copies=True)
         state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
         return _Copies(
-            step=checkpoint.state.step,
+            step=checkpoint.step,
             shards=Shards(divided) if is_sharded else None,
             tensors=tensors,
             tied=tied | tied_parts,

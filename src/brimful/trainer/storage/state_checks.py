@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.codec import NonNegativeInt, PositiveInt, from_builtins
 from brimful.errors import FileFormatError, ResumeError
-from brimful.trainer.storage.checkpoint import StateDict
+from brimful.trainer.storage.checkpoint import Checkpoint
 
 
 def check_parts(
-    state: StateDict, optimizer: Optimizer, scheduler: LRScheduler | None, scaler: GradScaler | None
+    state: Checkpoint, optimizer: Optimizer, scheduler: LRScheduler | None, scaler: GradScaler | None
 ) -> None:
     """Check that this run's optimizer, schedule and loss scaler can load a saved state.
 
