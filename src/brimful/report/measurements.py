@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from brimful.planner import PlanCheck
 from brimful.quantities import format_bytes, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
-from brimful.results import Comparison, EquivalenceReport, Measurement
+from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
 from brimful.results.measurement import busy_text
 
 
-class _Compared(Protocol):
-    """What has been predicted and measured, in bytes and seconds; None where it was not."""
-
-    @property
-    def predicted_peak_allocated_bytes(self) -> int | None: ...
-    @property
-    def predicted_peak_reserved_bytes(self) -> int | None: ...
-    @property
-    def predicted_peak_device_bytes(self) -> int | None: ...
-    @property
-    def predicted_step_seconds(self) -> float | None: ...
-    @property
-    def measured_peak_allocated_bytes(self) -> int | None: ...
-    @property
-    def measured_peak_reserved_bytes(self) -> int | None: ...
-    @property
-    def measured_peak_device_bytes(self) -> int | None: ...
-    @property
-    def measured_step_seconds(self) -> float | None: ...
-
-
-def predicted_beside_measured(compared: _Compared) -> Listing:
+def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing:
     """A table of peaks and step time: predicted, measured, and how far apart. On a CPU there is one peak."""
     rows = [
         (name, _bytes(predicted), _bytes(measured), _error(predicted, measured))
@@ -46,7 +24,7 @@ def predicted_beside_measured(compared: _Compared) -> Listing:
     return Listing(line="  {:<20}{:>12}{:>12}{:>9}", heading=heading, rows=tuple(rows))
 
 
-def gauges(compared: _Compared, budget_bytes: int | None = None) -> Iterator[Gauge]:
+def gauges(compared: Measurement | TrainingResult, budget_bytes: int | None = None) -> Iterator[Gauge]:
     """The largest peak and the step time as bars, predicted above measured, as far as both are known.
 
     `budget_bytes` is the limit of the peak; None for none.
@@ -67,7 +45,7 @@ def _pair(what: str, predicted: tuple[float, str], measured: tuple[float, str]) 
     )
 
 
-def _peaks(compared: _Compared) -> list[tuple[str, int | None, int | None]]:
+def _peaks(compared: Measurement | TrainingResult) -> list[tuple[str, int | None, int | None]]:
     peaks = [
         ("peak allocated", compared.predicted_peak_allocated_bytes, compared.measured_peak_allocated_bytes),
         ("peak reserved", compared.predicted_peak_reserved_bytes, compared.measured_peak_reserved_bytes),

@@ -26,7 +26,7 @@ class Checkpointer:
         self._config = config
         self._state = state
         self._logger = logger
-        self._saves = logger.files.saves
+        self._saves = logger.saves
         self._requested_step: int | None = None
         """The step of the latest save requested; None before the first, and after one failed."""
 
@@ -73,9 +73,9 @@ class Checkpointer:
         except SaveError as error:
             self._logger.progress.show_note(str(error))
             with suppress(SaveError):  # the disk may be full
-                self._logger.files.append_message("failed save", str(error))
+                self._logger.append("failed save", str(error))
         validations = tuple(self._logger.history.validations)
-        metrics_bytes = self._logger.files.flush_metrics()
+        metrics_bytes = self._logger.flush_metrics()
         self._saves.write(model, replace(checkpoint, validations=validations, metrics_bytes=metrics_bytes))
 
     def wait_for_save(self) -> None:
@@ -109,21 +109,21 @@ class Checkpointer:
         self.write_weights()
         if state.average is not None:
             with state.average.in_place():
-                self._logger.files.write_weights(state.model, AVERAGE, state.step)
+                self._logger.write_weights(state.model, AVERAGE, state.step)
 
     def write_weights(self) -> Path | None:
         """Write the weights, unchecked, and return their path; None without a run directory.
 
         Raises SaveError if they cannot be written; the file before them stays.
         """
-        run_dir, files = self._config.run_dir, self._logger.files
+        run_dir = self._config.run_dir
         if run_dir is not None:
-            files.write_latest_weights(whole_model(self._state, run_dir), self._state.step)
-        return files.weights_path
+            self._logger.write_latest_weights(whole_model(self._state, run_dir), self._state.step)
+        return self._logger.weights_path
 
     def earlier_weights(self) -> str:
         """Describe where the latest weights written are."""
-        files = self._logger.files
-        if files.weights_step is None:
+        logger = self._logger
+        if logger.weights_step is None:
             return "none were saved before"
-        return f"after step {files.weights_step}, {files.weights_path}"
+        return f"after step {logger.weights_step}, {logger.weights_path}"

@@ -22,7 +22,6 @@ from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
-from brimful.trainer.monitor.run_files import RunFiles
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start, find_start, store_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
@@ -111,16 +110,15 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
 def make_logger(run: RunContext) -> RunLogger:
     """Make the logger of a run. Only the first rank writes files, except for sharded saves."""
     config = run.config
-    files = RunFiles(
+    return RunLogger(
         config.run_dir if run.ranks.is_first else None,
         plan=config.plan or config.settings,
         job=config.job,
         may_resume=config.options.resume,
         resumed=run.start.saved,
         saves=_make_saves(run),
+        progress=make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit),
     )
-    progress = make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit)
-    return RunLogger(files, progress)
 
 
 def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:

@@ -57,17 +57,7 @@ class Callbacks:
         self._trainer = trainer
         self._callbacks = tuple(callbacks)
 
-    def on_step(self, record: StepRecord) -> None:
-        """Call `on_step` of each callback."""
+    def call(self, hook: str, record: StepRecord | ValidationRecord | TrainingResult | None) -> None:
+        """Call a method of each callback, such as `on_step`."""
         for callback in self._callbacks:
-            callback.on_step(self._trainer, record)
-
-    def on_validation(self, record: ValidationRecord) -> None:
-        """Call `on_validation` of each callback."""
-        for callback in self._callbacks:
-            callback.on_validation(self._trainer, record)
-
-    def on_end(self, result: TrainingResult | None) -> None:
-        """Call `on_end` of each callback."""
-        for callback in self._callbacks:
-            callback.on_end(self._trainer, result)
+            getattr(callback, hook)(self._trainer, record)

@@ -6,6 +6,7 @@ A resumed run only reports these records; everything that determines how it cont
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 
 from brimful.codec import from_builtins, from_json_document, parse_json
@@ -13,6 +14,7 @@ from brimful.errors import FileFormatError
 from brimful.results import Recovery, StepRecord, ValidationRecord
 from brimful.trainer.monitor.step_log import StepLog
 from brimful.trainer.storage.checkpoint import Checkpoint
+from brimful.trainer.storage.run_directory import METRICS, RunDirectory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,23 +37,12 @@ class RunHistory:
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedHistory:
-    """The records up to a save, as `metrics.jsonl` has them."""
-
-    history: RunHistory
-    lines: bytes
-    """The lines that could be read."""
-    is_damaged: bool
-    """Whether lines that were written before the save are missing or cannot be read."""
-
-
-def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
-    """Read the records up to a save from all of `metrics.jsonl`, and the lines that could be read.
+def restored_history(directory: RunDirectory, checkpoint: Checkpoint) -> RunHistory:
+    """Read the records up to a save, and cut `metrics.jsonl` there: the run continues from there.
 
     Later steps are skipped: the resumed run takes them again. The validations are those of the checkpoint.
     """
-    before = content[: checkpoint.metrics_bytes]
+    before = directory.read_metrics()[: checkpoint.metrics_bytes]
     is_damaged = len(before) < checkpoint.metrics_bytes
     lines: list[bytes] = []
     history = RunHistory(validations=list(checkpoint.validations))
@@ -71,7 +62,15 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
         elif record is not None:
             history.notes.append(record)
         lines.append(line)
-    return SavedHistory(history=history, lines=b"".join(lines), is_damaged=is_damaged)
+    aside = directory.cut_metrics(b"".join(lines), keeps_copy=is_damaged)
+    if is_damaged or len(history.steps) < checkpoint.step:
+        kept = "" if aside is None else f" What was there is kept as {aside.name}."
+        warnings.warn(
+            f"{directory.path / METRICS} is damaged: it has {len(history.steps)} of the {checkpoint.step} "
+            f"steps before the save. Training resumes exactly; the record of those steps is lost.{kept}",
+            stacklevel=2,
+        )
+    return history
 
 
 def _ranked(record: ValidationRecord) -> float:

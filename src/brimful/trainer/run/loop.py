@@ -87,7 +87,7 @@ class Run:
             return result
         finally:
             self._runner.close()
-            self._callbacks.on_end(result)
+            self._callbacks.call("on_end", result)
 
     def _train(self) -> TrainingResult:
         precision = self._state.settings.precision
@@ -106,7 +106,7 @@ class Run:
             result = result_of(
                 self._run, self._logger.history, peak=self._runner.peak, stopped_because=stopped_because
             )
-            self._logger.files.write_result(result)
+            self._logger.write_result(result)
         return result
 
     def _log_start(self) -> None:
@@ -205,7 +205,7 @@ class Run:
         if not validations or validations[-1].step != self._state.step:
             record = validator.run(is_stopped=self._stop.is_requested)
             if record is not None:
-                self._callbacks.on_validation(record)
+                self._callbacks.call("on_validation", record)
         stopped_because = self._stop.synced(self._state.ranks)
         without = self._logger.history.validations_without_improvement
         if stopped_because is None and self._config.length.is_out_of_patience(without):
@@ -220,7 +220,7 @@ class Run:
         if len(steps) == STEPS_BEFORE_ADVICE:
             for note in _data_loading_notes(self._run, steps):
                 self._logger.progress.show_note(note)
-        self._callbacks.on_step(record)
+        self._callbacks.call("on_step", record)
         self._self_correction.after_step(record)
 
     def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:

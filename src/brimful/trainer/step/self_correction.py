@@ -69,7 +69,7 @@ class SelfCorrecting:
             self._show(refusal)
         if refusal is None and (found.exceeds_budget or may_be_faster(plan, peak_bytes)):
             self._show(plan_again_line(found))
-        self._logger.files.append_record("self_correction", found)
+        self._logger.append("self_correction", found)
 
     def _show(self, line: str) -> None:
         self._logger.progress.show_note(line)

@@ -103,11 +103,6 @@ class RunDirectory:
         self._metrics.seek(0, os.SEEK_END)
         _OPEN.add(self._metrics)
 
-    @property
-    def metrics_bytes(self) -> int:
-        """Length of `metrics.jsonl` in bytes."""
-        return self._metrics.tell()
-
     def read_metrics(self) -> bytes:
         """Read `metrics.jsonl`: whole lines, unless it is damaged."""
         try:
@@ -137,12 +132,13 @@ class RunDirectory:
             raise self._save_error(METRICS, len(lines), error) from error
         return aside
 
-    def bring_metrics_to_disk(self) -> None:
-        """Flush `metrics.jsonl` to the disk (fsync)."""
+    def flush_metrics(self) -> int:
+        """Flush `metrics.jsonl` to the disk (fsync); return its length in bytes."""
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
             raise self._save_error(METRICS, 0, error) from error
+        return self._metrics.tell()
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a JSON file atomically."""
