@@ -46,7 +46,7 @@ from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Precision
-from brimful.trainer.storage import relaunch
+from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
 from helpers.tiny_jobs import one_thread
@@ -334,17 +334,17 @@ def test_weights_that_are_no_file_are_refused(place: Path, name: str, kind: str)
 @given(random=randoms)
 def test_changed_settings_of_a_launch_before_are_read_or_refused(place: Path, random: Random) -> None:
     before, after = bf.Settings(micro_batch_size=4), bf.Settings(micro_batch_size=2)
-    relaunch.write_fallback(place, before, after, RECOVERY)
+    write_fallback(place, Fallback(before=before, after=after, recovery=RECOVERY))
     path = place / FALLBACK
     path.write_text(mutate_json(json.loads(path.read_text()), random).text)
-    read(lambda: relaunch.read_fallback(place, before))
+    read(lambda: read_fallback(place, before))
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"missing", "a dangling link"}))
 def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, kind: str) -> None:
     put(kind, place / FALLBACK)
     with pytest.raises(BrimfulError), bounded():
-        relaunch.read_fallback(place, bf.Settings(micro_batch_size=4))
+        read_fallback(place, bf.Settings(micro_batch_size=4))
 
 
 # Calibrations

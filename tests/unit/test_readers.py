@@ -104,6 +104,7 @@ READERS = {
     },
     "trainer/storage/checkpoint.py": {"decode_json": RUN},
     "trainer/monitor/history.py": {"parse_json": RUN},
+    "trainer/resume.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
     "trainer/storage/frozen.py": {"safe_open": RUN},
     "trainer/storage/manifest.py": {
         "read_regular_file": MANIFEST,
@@ -111,7 +112,6 @@ READERS = {
         "os.open": KINDS,
         "fdopen": KINDS,
     },
-    "trainer/storage/relaunch.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
     "trainer/storage/restore.py": {"read_regular_file": RUN, "torch.load": STATE},
     "trainer/storage/run_directory.py": {"read_bytes": KINDS, "os.open": LOCK, "fdopen": LOCK, "open": LOCK},
     "trainer/storage/saves.py": {"torch.load": OWN, "read_bytes": OWN},

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
+from brimful.codec import decode_json, read_regular_file, to_json_document
 from brimful.distributed.ranks import Ranks
 from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
+from brimful.files import write_file
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.trainer.options import RunConfig
 from brimful.trainer.storage.checkpoint import Rates
-from brimful.trainer.storage.relaunch import read_fallback, write_fallback
 from brimful.trainer.storage.restore import Save, newest_save
-from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_run_directory
-from brimful.trainer.storage.unsaved import check_restart
+from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_restart, check_run_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +52,49 @@ def find_start(config: RunConfig, ranks: Ranks) -> Start:
     return Start(saved=saved, settings_of_save=before, settings=settings, fallback=fallback)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """The content of `fallback.json`: smaller settings for the next launch, after a rank ran out of memory.
+
+    The other ranks are blocked in a collective on gradients that never come, and cannot undo their step. So the
+    run ends, and the launcher starts it again from the last save.
+    """
+
+    before: Settings
+    """The settings of the last save, or those that the run started with."""
+    after: Settings
+    recovery: Recovery
+
+
 def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: Recovery) -> str:
     """Store smaller settings for the next launch to resume with; return a sentence for the error message."""
     run_dir = config.run_dir
     if run_dir is None:
         return f"Without a run directory nothing is saved. Train with {after.describe()}."
-    write_fallback(run_dir, start.settings_of_save, after, recovery)
+    write_fallback(run_dir, Fallback(before=start.settings_of_save, after=after, recovery=recovery))
     return (
         "Launched again with resume, as `torchrun --max-restarts` does, the run resumes from its last save "
         f"in {run_dir} with {after.describe()}."
     )
+
+
+def write_fallback(run_dir: Path, fallback: Fallback) -> None:
+    """Write the settings for the next launch to the run directory, which all ranks see."""
+    partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
+    write_file(partial, json.dumps(to_json_document(fallback), indent=2) + "\n", follows_links=False)
+    partial.replace(run_dir / FALLBACK)
+
+
+def read_fallback(run_dir: Path, before: Settings) -> Fallback | None:
+    """Read what the last launch left for a run that starts with the settings `before`; None if nothing.
+
+    Raises FileFormatError if the file is damaged.
+    """
+    path = run_dir / FALLBACK
+    if not os.path.lexists(path):
+        return None
+    found = decode_json(read_regular_file(path, what="file"), Fallback, where=str(path))
+    return found if found.before == before else None
 
 
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
@@ -136,13 +172,9 @@ def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Sett
         assert config.run_dir is not None
         try:
             left = read_fallback(config.run_dir, settings)
-        except (
-            FileFormatError,
-            KeyError,
-            TypeError,
-        ) as error:  # the run continues with the settings of the save
+        except (FileFormatError, KeyError, TypeError) as error:  # the run continues without it
             warnings.warn(f"{FALLBACK} is not used: {error}", stacklevel=3)
             left = None
         if left is not None:
-            return left
+            return left.after, left.recovery
     return settings, None

@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from brimful.errors import ResumeError
-from brimful.trainer.storage.manifest import manifest_text
+from brimful.trainer.storage.manifest import SAVES, manifest_text
 from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
 
 NEWEST, BEFORE = 4, 2
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from brimful.trainer import Callback
 from brimful.trainer.storage.frozen import write_frozen
-from brimful.trainer.storage.manifest import digest_of, manifest_text
+from brimful.trainer.storage.manifest import SAVES, digest_of, manifest_text
 from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
 from brimful.trainer.storage.shards import load_model
 from brimful.trainer.storage.weights import read_tensors, write_tensors
 

@@ -15,8 +15,13 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.trainer.storage.run_directory import SAVES, RunDirectory, check_run_directory
-from brimful.trainer.storage.unsaved import check_restart, set_unsaved_run_aside
+from brimful.trainer.storage.manifest import SAVES
+from brimful.trainer.storage.run_directory import (
+    RunDirectory,
+    check_restart,
+    check_run_directory,
+    set_unsaved_run_aside,
+)
 from brimful.trainer.storage.weights import WEIGHTS, load_weights
 
 

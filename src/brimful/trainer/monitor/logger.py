@@ -18,9 +18,15 @@ from brimful.settings import Settings
 from brimful.trainer.monitor.history import RunHistory, restored_history
 from brimful.trainer.monitor.progress import ProgressDisplay, recovery_text
 from brimful.trainer.storage.restore import Save
-from brimful.trainer.storage.run_directory import JOB, PLAN, RESULT, SETTINGS, RunDirectory
+from brimful.trainer.storage.run_directory import (
+    JOB,
+    PLAN,
+    RESULT,
+    SETTINGS,
+    RunDirectory,
+    set_unsaved_run_aside,
+)
 from brimful.trainer.storage.saves import Saves
-from brimful.trainer.storage.unsaved import set_unsaved_run_aside
 from brimful.trainer.storage.weights import BEST, WEIGHTS
 
 

@@ -21,9 +21,13 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from brimful.codec import NonNegativeInt, from_builtins, parse_json, read_regular_file
-from brimful.errors import FileFormatError
+from brimful.errors import FileFormatError, ResumeError
 
 VERSION = 4
+SAVES = "saves"
+"""The directory of the saves in a run directory."""
+PARTIAL = ".partial"
+"""Suffix of the name of a save that is being written; the name starts with a dot."""
 MODEL, RUN, STATE, MANIFEST = "model.safetensors", "run.json", "state.pt", "manifest.json"
 FROZEN = "frozen.safetensors"
 """The parameters that are not trained; absent if there are none, or if the model is sharded."""
@@ -41,6 +45,24 @@ def by_step(saves: Path) -> list[Path]:
     """The saves in a directory, the newest first."""
     paths = [path for path in saves.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(paths, key=step_of, reverse=True)
+
+
+def find_saves(run_dir: Path) -> list[Path]:
+    """List the directories of the saves of a run, the newest first; they may be damaged.
+
+    The list is empty without `saves/`. Raises ResumeError if `saves/` exists but cannot be read.
+    """
+    saves = run_dir / SAVES
+    if not os.path.lexists(saves):
+        return []
+    try:
+        return by_step(saves)
+    except OSError as error:
+        link = f" It is a link to {saves.readlink()}." if saves.is_symlink() else ""
+        raise ResumeError(
+            f"the saves of {run_dir} cannot be read: {saves}: {error.strerror}.{link} Nothing was changed. Is "
+            "its disk mounted? Bring it back to resume the run, or train in a new run directory."
+        ) from error
 
 
 def step_of(save: Path) -> int:

@@ -7,7 +7,6 @@ checks is refused, and the one before it is used.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +31,11 @@ from brimful.trainer.storage.manifest import (
     RUN,
     SHARDS,
     STATE,
-    by_step,
     check_file,
     check_names,
+    find_saves,
     read_manifest,
 )
-from brimful.trainer.storage.run_directory import SAVES
 from brimful.trainer.storage.shards import check_alike, load_model, load_optimizer_state
 from brimful.trainer.storage.weights import read_tensors, read_tied
 
@@ -115,24 +113,6 @@ def newest_save(
         listed = "\n".join(f"  {reason}" for reason in reasons)
         raise ResumeError(f"{run_dir} has no complete checkpoint, so the run cannot be resumed.\n{listed}")
     return None
-
-
-def find_saves(run_dir: Path) -> list[Path]:
-    """List the directories of the saves of a run, the newest first; they may be damaged.
-
-    The list is empty without `saves/`. Raises ResumeError if `saves/` exists but cannot be read.
-    """
-    saves = run_dir / SAVES
-    if not os.path.lexists(saves):
-        return []
-    try:
-        return by_step(saves)
-    except OSError as error:
-        link = f" It is a link to {saves.readlink()}." if saves.is_symlink() else ""
-        raise ResumeError(
-            f"the saves of {run_dir} cannot be read: {saves}: {error.strerror}.{link} Nothing was changed. Is "
-            "its disk mounted? Bring it back to resume the run, or train in a new run directory."
-        ) from error
 
 
 def _found_alike(run_dir: Path, ranks: Ranks) -> list[Path]:

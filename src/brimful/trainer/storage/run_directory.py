@@ -22,23 +22,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from torch import nn
 
-from brimful.errors import RunDirectoryError, SaveError
+from brimful.errors import ResumeError, RunDirectoryError, SaveError
 from brimful.execution.out_of_memory import with_room
 from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.module_names import plain_state
 from brimful.quantities import format_bytes
+from brimful.trainer.storage.manifest import PARTIAL, SAVES, find_saves
 from brimful.trainer.storage.weights import AVERAGE, BEST, TIED, WEIGHTS, distinct_tensors, write_tensors
 
 PLAN = "plan.json"
@@ -48,10 +51,18 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 FALLBACK = "fallback.json"
 REPORT = "report.txt"
-SAVES = "saves"
 TENSORBOARD = "tensorboard"
 NAMES = (PLAN, SETTINGS, JOB, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 """The files that a `RunDirectory` writes."""
+
+_OF_TRAINING = (WEIGHTS, BEST, AVERAGE, RESULT, REPORT)
+"""Files of training, which a run from the beginning would overwrite."""
+
+_OF_UNSAVED_RUN = (PLAN, SETTINGS, JOB, TENSORBOARD, METRICS)
+"""Files that a run writes before its first save, in the order of moving them: `metrics.jsonl`, which shows that
+the run took steps, is last."""
+
+_SET_ASIDE = re.compile(r"unsaved-\d+")
 
 _MOST_ENTRIES_NAMED = 3
 
@@ -120,7 +131,7 @@ class RunDirectory:
         aside = None
         try:
             if keeps_copy and (content := self.read_metrics()):
-                aside = _unused(self.path, "metrics.damaged-{}.jsonl")
+                aside = unused(self.path, "metrics.damaged-{}.jsonl".format)
                 aside.write_bytes(content)
                 bring_to_disk(aside)
                 self._metrics.truncate(0)
@@ -258,6 +269,55 @@ def check_run_directory(path: Path) -> None:
         raise not_empty(path, present)
 
 
+def check_restart(path: Path) -> None:
+    """Check that a run without a save can start from the beginning. Writes nothing.
+
+    Raises RunDirectoryError if the directory has other files, is in use, or cannot be read; ResumeError if it
+    has files from training that a run from the beginning would overwrite.
+    """
+    present = entries(path)
+    if saves := find_saves(path):
+        raise ResumeError(
+            f"{path} has saves (the newest is {saves[0].name}) but no {PLAN}, so `brimful train --resume` does "
+            f"not know how it was trained. Bring {PLAN} back; a run of `Trainer` with plain settings is "
+            "resumed by `Trainer(…, resume=True)`."
+        )
+    own = {*NAMES, *(f".{name}.partial" for name in NAMES), FALLBACK, REPORT, SAVES, TENSORBOARD}
+    unknown = [name for name in present if name not in own and not _SET_ASIDE.fullmatch(name)]
+    if unknown:
+        raise not_empty(path, unknown)
+    check_not_in_use(path)
+    if written := [name for name in _OF_TRAINING if name in present]:
+        raise _lost_saves(path, f"it has {', '.join(written)}")
+    if SAVES not in present:
+        if _has_steps(path):
+            raise _lost_saves(path, f"{METRICS} has steps")
+        return
+    others = [name for name in entries(path / SAVES) if not (name.startswith(".") and name.endswith(PARTIAL))]
+    if others:
+        raise _lost_saves(path, f"{path / SAVES} has {others[0]}")
+
+
+def set_unsaved_run_aside(path: Path) -> Path | None:
+    """Move the files of a run that ended before its first save to a directory `unsaved-N` inside its own.
+
+    `check_restart` has checked the run directory. Returns the directory `unsaved-N`; None if that run had not
+    taken a step. Raises RunDirectoryError if another process is training in it, or it cannot be written to.
+    """
+    check_not_in_use(path)
+    if not _has_steps(path):
+        return None
+    aside = unused(path, "unsaved-{}".format)
+    try:
+        aside.mkdir()
+        for name in _OF_UNSAVED_RUN:
+            if os.path.lexists(path / name):
+                (path / name).rename(aside / name)
+    except OSError as error:
+        raise not_usable(f"the run directory {path}", error) from error
+    return aside
+
+
 def entries(path: Path) -> list[str]:
     """The sorted names in a directory; none if it does not exist.
 
@@ -289,6 +349,28 @@ def not_usable(what: str, error: OSError) -> RunDirectoryError:
     )
 
 
+def _has_steps(path: Path) -> bool:
+    metrics = path / METRICS
+    if not os.path.lexists(metrics):
+        return False
+    if not metrics.is_file():
+        raise RunDirectoryError(f"{metrics} is not a regular file. Choose another run directory.")
+    return metrics.stat().st_size > 0
+
+
+def _lost_saves(path: Path, found: str) -> ResumeError:
+    saves = path / SAVES
+    missing = f"{saves} has no save" if saves.is_dir() else f"{saves} does not exist"
+    weights = next((path / name for name in (WEIGHTS, BEST, AVERAGE) if (path / name).is_file()), None)
+    load = "" if weights is None else f', where load_weights(model, "{weights}") gives a model its weights'
+    return ResumeError(
+        f"the run in {path} cannot be resumed: {found}, but {missing}. A run from the beginning would "
+        "overwrite what was trained, so nothing was changed.\n"
+        "  Bring the saves back, if they were moved or their disk is not mounted. Or train in a new run "
+        f"directory{load}."
+    )
+
+
 def _check_is_no_directory(file: Path) -> None:
     try:
         is_directory = stat.S_ISDIR(file.lstat().st_mode)
@@ -301,11 +383,9 @@ def _check_is_no_directory(file: Path) -> None:
         )
 
 
-def _unused(folder: Path, pattern: str) -> Path:
-    number = 1
-    while os.path.lexists(path := folder / pattern.format(number)):
-        number += 1
-    return path
+def unused(folder: Path, name: Callable[[int], str]) -> Path:
+    """The first path in a directory that is free; `name` makes names from 1, 2, and so on."""
+    return next(path for number in count(1) if not os.path.lexists(path := folder / name(number)))
 
 
 def _open_metrics(path: Path, *, exclusive: bool) -> BinaryIO:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -37,7 +36,9 @@ from brimful.trainer.storage.manifest import (
     FROZEN,
     MANIFEST,
     MODEL,
+    PARTIAL,
     RUN,
+    SAVES,
     SHARDS,
     STATE,
     by_step,
@@ -46,14 +47,11 @@ from brimful.trainer.storage.manifest import (
     name_of,
     step_of,
 )
-from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.run_directory import unused
 from brimful.trainer.storage.shards import Shards, divided_of_model, divided_of_optimizer
 from brimful.trainer.storage.weights import TIED, distinct_tensors, write_tensors
 
 T = TypeVar("T")
-
-PARTIAL = ".partial"
-"""Suffix of the name of a save that is being written; the name starts with a dot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,12 +213,7 @@ class Saves:
         """Rename the refused saves after `step`, where the run resumes, so that they are not used again."""
         for path in by_step(self._directory):
             if step_of(path) > step:
-                refused = path.with_name(f"refused-{path.name}")
-                number = 1
-                while os.path.lexists(refused):
-                    number += 1
-                    refused = path.with_name(f"refused-{path.name}-{number}")
-                path.rename(refused)
+                path.rename(unused(self._directory, partial(_name_of_refused, path)))
 
     def _all_do(self, action: Callable[[], T]) -> list[T]:
         """Gather what the action returns on each rank; if one raises, all raise its error."""
@@ -300,6 +293,10 @@ class Saves:
         """Delete the oldest saves, and incomplete ones of a run that was killed."""
         for old in (*by_step(self._directory)[self._keep :], *self._directory.glob(f".*{PARTIAL}")):
             fresh(old) if old.is_symlink() else shutil.rmtree(old, ignore_errors=True)
+
+
+def _name_of_refused(save: Path, number: int) -> str:
+    return f"refused-{save.name}" + ("" if number == 1 else f"-{number}")
 
 
 class _FailedSomewhereError(Exception):
