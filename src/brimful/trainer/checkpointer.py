@@ -31,10 +31,7 @@ class Checkpointer:
         """The step of the latest save requested; None before the first, and after one failed."""
 
     def restore(self, saved: Save) -> None:
-        """Load a checkpoint into the state; the model already has its weights.
-
-        Raises ResumeError if it does not match this optimizer, schedule or loss scaler, or has other rates.
-        """
+        """Load a checkpoint into the state; the model already has its weights."""
         optimizer_state = saved.optimizer_state_for(self._state.optimizer)
         self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state))
         saved.release()
@@ -79,11 +76,7 @@ class Checkpointer:
         self._saves.write(model, replace(checkpoint, validations=validations, metrics_bytes=metrics_bytes))
 
     def wait_for_save(self) -> None:
-        """Wait until the save under way is on the disk.
-
-        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
-        cannot be loaded without running code.
-        """
+        """Wait until the save under way is on the disk."""
         if self._saves is not None:
             try:
                 self._saves.wait()
@@ -97,11 +90,7 @@ class Checkpointer:
         return None if self._saves is None else self._saves.saved_step
 
     def save_weights(self) -> None:
-        """Write the weights, and their average.
-
-        Raises NonFiniteError if the weights are NaN or infinite, SaveError if they cannot be written; the files
-        before them stay.
-        """
+        """Write the weights, and their average."""
         state = self._state
         state.ranks.broadcast_buffers(state.model)
         if not is_finite_on_all_ranks(state.model, state.ranks):
@@ -112,10 +101,7 @@ class Checkpointer:
                 self._logger.write_weights(state.model, AVERAGE, state.step)
 
     def write_weights(self) -> Path | None:
-        """Write the weights, unchecked, and return their path; None without a run directory.
-
-        Raises SaveError if they cannot be written; the file before them stays.
-        """
+        """Write the weights, unchecked, and return their path; None without a run directory."""
         run_dir = self._config.run_dir
         if run_dir is not None:
             self._logger.write_latest_weights(whole_model(self._state, run_dir), self._state.step)

@@ -37,8 +37,7 @@ class Start:
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
     """Find the save that a run resumes from, and check that it is of this run; else check that it can start.
 
-    All ranks call this together. Raises RunDirectoryError if the run directory is not empty or cannot be
-    written to, ResumeError if there is no complete checkpoint, or the checkpoints are of another run.
+    All ranks call this together.
     """
     ranks.barrier()  # the first rank may still be writing the last save of an earlier run
     saved = _newest_save(config, ranks)
@@ -86,10 +85,7 @@ def write_fallback(run_dir: Path, fallback: Fallback) -> None:
 
 
 def read_fallback(run_dir: Path, before: Settings) -> Fallback | None:
-    """Read what the last launch left for a run that starts with the settings `before`; None if nothing.
-
-    Raises FileFormatError if the file is damaged.
-    """
+    """Read what the last launch left for a run that starts with the settings `before`; None if nothing."""
     path = run_dir / FALLBACK
     if not os.path.lexists(path):
         return None
@@ -98,10 +94,7 @@ def read_fallback(run_dir: Path, before: Settings) -> Fallback | None:
 
 
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
-    """Check that learning rates, weight decays and schedule are those of the save, which would override them.
-
-    Raises ResumeError if they differ.
-    """
+    """Check that learning rates, weight decays and schedule are those of the save."""
     before = saved.checkpoint
     if (before.rates, before.schedule) != (rates, config.schedule_name):
         raise ResumeError(

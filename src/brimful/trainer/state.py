@@ -118,8 +118,7 @@ class TrainState:
     def load_state_dict(self, saved: Checkpoint) -> None:
         """Load what `state_dict` returned, of a run with the same job and settings.
 
-        Random states are restored once the data are open. Raises ResumeError if the optimizers differ, or if
-        only one of the two runs has a schedule or loss scaler.
+        Random states are restored once the data are open.
         """
         optimizer_class = _class_of(self.optimizer)
         if saved.optimizer_class != optimizer_class:
@@ -176,9 +175,6 @@ def make_state(
     `model` is on the device, the same on every rank; its parameters may become shards. Each rank draws its own
     random numbers from here on. `total_steps` is the length of the run, for the schedule; None if it is not
     known. `TrainState.load_state_dict` loads the rest of a saved state.
-
-    Raises UsageError if the options contradict each other, InfeasibleError if the plan leaves no room in its
-    budget for the average of the weights, ResumeError if the checkpoint is of another model.
     """
     if ranks.rank:
         seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks

@@ -91,17 +91,9 @@ class BatchStream:
         If memory runs out, this opens the data again and reads up to the position, as in a resumed run, since
         an iterator cannot repeat a batch. With several ranks the error ends the run.
 
-        Args:
-            is_stopped: Called after each read; True on any rank drops the batch and ends the iteration.
-            on_out_of_memory: Called each time that memory ran out, with the message and the seconds lost.
-
-        Returns:
-            An iterator over global batches, on the host. The data are open already, and a resumed run has its
-            random states back.
-
-        Raises:
-            DataError: A batch could not be read, on this rank or another.
-            OutOfMemoryError: Memory ran out twice while the same batch was read.
+        `is_stopped` is called after each read: True on any rank drops the batch and ends the iteration.
+        `on_out_of_memory` is called with the message and the seconds lost. On return the data are open already,
+        and a resumed run has its random states back.
         """
         return self._rest_of_epoch(self._opened(), is_stopped, on_out_of_memory)
 

@@ -33,10 +33,7 @@ _HOOKS = ("on_step", "on_validation", "on_end")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Check that every callback has all methods of `Callback`; return them.
-
-    Raises UsageError if one lacks a method, or is a class.
-    """
+    """Check that every callback has all methods of `Callback`; return them."""
     given = tuple(callbacks)
     for callback in given:
         missing = [name for name in _HOOKS if not callable(getattr(callback, name, None))]

@@ -92,8 +92,8 @@ class Run:
     def _train(self) -> TrainingResult:
         precision = self._state.settings.precision
         save_on_error = SaveOnError(
-            self._config,
-            self._state,
+            config=self._config,
+            state=self._state,
             logger=self._logger,
             checkpointer=self._checkpointer,
             memory=self._memory,

@@ -52,8 +52,6 @@ class Validator:
         """Validate, and log the result; write the weights if they are the best so far.
 
         `is_stopped` is called for each batch; True stops the validation on all ranks, which then returns None.
-        Raises UsageError if the validation data have no samples, or nothing that the job counts;
-        OutOfMemoryError if memory runs out with one sample at a time.
         """
         state, run_dir = self._state, self._config.run_dir
         state.ranks.broadcast_buffers(state.model)

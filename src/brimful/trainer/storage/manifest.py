@@ -50,7 +50,7 @@ def by_step(saves: Path) -> list[Path]:
 def find_saves(run_dir: Path) -> list[Path]:
     """List the directories of the saves of a run, the newest first; they may be damaged.
 
-    The list is empty without `saves/`. Raises ResumeError if `saves/` exists but cannot be read.
+    The list is empty without `saves/`.
     """
     saves = run_dir / SAVES
     if not os.path.lexists(saves):
@@ -90,10 +90,7 @@ class Manifest:
 
 
 def read_manifest(save: Path) -> Manifest:
-    """Read the manifest of a save, and check that it is unchanged since it was written.
-
-    Raises FileFormatError if it is damaged, or of another version or step.
-    """
+    """Read the manifest of a save, and check that it is unchanged since it was written."""
     content = read_regular_file(save / MANIFEST, what="manifest")
     where = f"its {MANIFEST}"
     document = parse_json(content, where=where)
@@ -119,10 +116,7 @@ def manifest_text(step: int, files: Mapping[str, Any]) -> str:
 
 
 def check_names(save: Path, manifest: Manifest) -> None:
-    """Check that a manifest lists the files of a save, and that the directory has no others.
-
-    Raises FileFormatError if a file is missing in the manifest, or is not one of a save.
-    """
+    """Check that a manifest lists the files of a save, and that the directory has no others."""
     for name in manifest.files:
         if name not in (MODEL, FROZEN, RUN, STATE) and not _SHARD.fullmatch(name):
             raise FileFormatError(f"its {MANIFEST} names {name!r}, which is not a file of a save")
@@ -139,10 +133,7 @@ def check_names(save: Path, manifest: Manifest) -> None:
 
 
 def check_file(save: Path, name: str, expected: Digest) -> None:
-    """Check the size of a file of a save, then its digest.
-
-    Raises FileFormatError if the file is another one, or cannot be read.
-    """
+    """Check the size of a file of a save, then its digest."""
     try:
         with _opened(save / name) as file:
             size_bytes = os.fstat(file.fileno()).st_size

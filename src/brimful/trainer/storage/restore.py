@@ -53,10 +53,7 @@ class Save:
         return self.checkpoint.step
 
     def load_model(self, model: nn.Module) -> None:
-        """Load the saved parameters and buffers into a model.
-
-        Raises ResumeError if the structure of the model or the types of its tensors differ.
-        """
+        """Load the saved parameters and buffers into a model."""
         try:
             if (self.path / SHARDS).is_dir() or any(isinstance(p, DTensor) for p in model.parameters()):
                 load_model(model, self.path, self._whole_names())
@@ -66,10 +63,7 @@ class Save:
             raise ResumeError(f"the run cannot be resumed: {error}") from error
 
     def optimizer_state_for(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Read the saved `state_dict` of the optimizer with the shards that its parameters need.
-
-        Raises ResumeError if the saved optimizer has other parameters.
-        """
+        """Read the saved `state_dict` of the optimizer with the shards that its parameters need."""
         return load_optimizer_state(optimizer, self.checkpoint.optimizer, self.path)
 
     def _whole_names(self) -> list[str]:
@@ -88,17 +82,9 @@ def newest_save(
 ) -> Save | None:
     """Find the newest complete checkpoint of a run, and read its state.
 
-    Args:
-        run_dir: The run directory.
-        refused: Called with a message for each newer one that is not complete.
-        ranks: All ranks; they call this together, and each checks some of the files.
-        maps: Memory-map the tensors of the state instead of reading them.
-
-    Returns:
-        The checkpoint with its state, without the weights; None if the run has none.
-
-    Raises:
-        ResumeError: There is no complete checkpoint, or the ranks see different checkpoints.
+    All ranks call this together, and each checks some of the files. `refused` is called with a message for each
+    newer one that is not complete. `maps` maps the tensors of the state into memory instead of reading them.
+    Returns None if the run has none. Raises ResumeError if none is complete.
     """
     found = _found_alike(run_dir, ranks)
     reasons = []

@@ -26,8 +26,8 @@ import re
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -84,8 +84,7 @@ class RunDirectory:
     """The directory of one run, locked while open.
 
     `path` is an empty directory, or one that does not exist: it is created with its parents. With `resumes` it
-    may contain a run, to resume or to restart. Raises RunDirectoryError if it is a file, is not empty, is in
-    use, or cannot be created. A method that cannot read or write a file raises SaveError.
+    may contain a run, to resume or to restart. A method that cannot read or write a file raises SaveError.
     """
 
     def __init__(self, path: Path | str, *, resumes: bool = False) -> None:
@@ -116,10 +115,8 @@ class RunDirectory:
 
     def read_metrics(self) -> bytes:
         """Read `metrics.jsonl`: whole lines, unless it is damaged."""
-        try:
+        with self._writing(METRICS):
             return (self.path / METRICS).read_bytes()
-        except OSError as error:
-            raise self._save_error(METRICS, 0, error) from error
 
     def cut_metrics(self, lines: bytes, *, keeps_copy: bool) -> Path | None:
         """Cut `metrics.jsonl` to the lines to keep; further lines are appended after them.
@@ -129,7 +126,7 @@ class RunDirectory:
         only truncated.
         """
         aside = None
-        try:
+        with self._writing(METRICS, len(lines)):
             if keeps_copy and (content := self.read_metrics()):
                 aside = unused(self.path, "metrics.damaged-{}.jsonl".format)
                 aside.write_bytes(content)
@@ -139,16 +136,12 @@ class RunDirectory:
                 self._metrics.write(lines)
             self._metrics.truncate(len(lines))
             self._metrics.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise self._save_error(METRICS, len(lines), error) from error
         return aside
 
     def flush_metrics(self) -> int:
         """Flush `metrics.jsonl` to the disk (fsync); return its length in bytes."""
-        try:
+        with self._writing(METRICS):
             os.fsync(self._metrics.fileno())
-        except OSError as error:
-            raise self._save_error(METRICS, 0, error) from error
         return self._metrics.tell()
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
@@ -160,13 +153,14 @@ class RunDirectory:
         """Append a whole line to `metrics.jsonl`, or none."""
         line = (json.dumps(entry) + "\n").encode()
         end = self._metrics.tell()
-        try:
-            if self._metrics.write(line) != len(line):
-                raise OSError("only a part of the line was written")
-        except OSError as error:
-            self._metrics.truncate(end)
-            self._metrics.seek(end)
-            raise self._save_error(METRICS, len(line), error) from error
+        with self._writing(METRICS, len(line)):
+            try:
+                if self._metrics.write(line) != len(line):
+                    raise OSError("only a part of the line was written")
+            except OSError:
+                self._metrics.truncate(end)
+                self._metrics.seek(end)
+                raise
 
     def save_weights(self, model: nn.Module, name: str, metadata: Mapping[str, str]) -> Path:
         """Write the parameters and buffers of a model to a file, atomically, with the metadata.
@@ -196,16 +190,17 @@ class RunDirectory:
         """Write a temporary file, flush it to the disk, then rename it."""
         path, temporary = self.path / name, self.path / f".{name}.partial"
         is_new = not os.path.lexists(path)
-        try:
-            write(fresh(temporary))
-            shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
-            bring_to_disk(temporary)
-            temporary.replace(path)
-            bring_to_disk(self.path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise self._save_error(name, size_bytes, error) from error
+        with self._writing(name, size_bytes):
+            try:
+                write(fresh(temporary))
+                shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
+                bring_to_disk(temporary)
+                temporary.replace(path)
+                bring_to_disk(self.path)
+            except (OSError, SafetensorError):
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
         if is_new:
             self._made.append(path)
         return path
@@ -220,15 +215,20 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"{saves} cannot be made: {error.strerror or error}.") from error
 
-    def _save_error(self, name: str, size_bytes: int, error: Exception) -> SaveError:
+    @contextmanager
+    def _writing(self, name: str, size_bytes: int = 0) -> Iterator[None]:
+        """Raise SaveError, which says what is there, if the file `name` cannot be read or written."""
         path = self.path / name
-        before = "What was there before is intact" if path.exists() else "Nothing is there"
-        return SaveError(
-            f"{path} could not be written: {getattr(error, 'strerror', None) or error}.\n"
-            f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(free_bytes(path))}\n"
-            f"  {before}; the weights are still in the model (Trainer.model).\n"
-            "  Free some space, or train into another run directory."
-        )
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            before = "What was there before is intact" if path.exists() else "Nothing is there"
+            raise SaveError(
+                f"{path} could not be written: {getattr(error, 'strerror', None) or error}.\n"
+                f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(free_bytes(path))}\n"
+                f"  {before}; the weights are still in the model (Trainer.model).\n"
+                "  Free some space, or train into another run directory."
+            ) from error
 
 
 def _lock(metrics: BinaryIO, path: Path) -> None:
@@ -247,10 +247,7 @@ def _lock(metrics: BinaryIO, path: Path) -> None:
 
 
 def check_not_in_use(path: Path) -> None:
-    """Check that no other process is training in a run directory.
-
-    Raises RunDirectoryError if one is, or if `metrics.jsonl` cannot be opened.
-    """
+    """Check that no other process is training in a run directory."""
     try:
         if (path / METRICS).is_file():
             with (path / METRICS).open("rb") as metrics:
@@ -260,21 +257,14 @@ def check_not_in_use(path: Path) -> None:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a new run may write to `path`, which may not exist yet. Writes nothing.
-
-    Raises RunDirectoryError if it is a file, is not empty, or cannot be read.
-    """
+    """Check that a new run may write to `path`, which may not exist yet. Writes nothing."""
     present = [name for name in entries(path) if name != FALLBACK]
     if present:
         raise not_empty(path, present)
 
 
 def check_restart(path: Path) -> None:
-    """Check that a run without a save can start from the beginning. Writes nothing.
-
-    Raises RunDirectoryError if the directory has other files, is in use, or cannot be read; ResumeError if it
-    has files from training that a run from the beginning would overwrite.
-    """
+    """Check that a run without a save can start from the beginning. Writes nothing."""
     present = entries(path)
     if saves := find_saves(path):
         raise ResumeError(
@@ -302,7 +292,7 @@ def set_unsaved_run_aside(path: Path) -> Path | None:
     """Move the files of a run that ended before its first save to a directory `unsaved-N` inside its own.
 
     `check_restart` has checked the run directory. Returns the directory `unsaved-N`; None if that run had not
-    taken a step. Raises RunDirectoryError if another process is training in it, or it cannot be written to.
+    taken a step.
     """
     check_not_in_use(path)
     if not _has_steps(path):
@@ -319,10 +309,7 @@ def set_unsaved_run_aside(path: Path) -> Path | None:
 
 
 def entries(path: Path) -> list[str]:
-    """The sorted names in a directory; none if it does not exist.
-
-    Raises RunDirectoryError if `path` is a file, or cannot be read.
-    """
+    """The sorted names in a directory; none if it does not exist."""
     if not os.path.lexists(path):
         return []
     if path.exists() and not path.is_dir():

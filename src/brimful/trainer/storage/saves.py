@@ -139,11 +139,7 @@ class Saves:
             self.wait()  # whether it can be read back must be known before hours of training
 
     def wait(self) -> None:
-        """Wait until the save under way is on the disk.
-
-        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
-        cannot be loaded without running code.
-        """
+        """Wait until the save under way is on the disk."""
         if self._writing is None:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again

@@ -82,7 +82,7 @@ class SavedTensors:
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Read into tensors by name, sharded or not, without communication between ranks.
 
-        Their unsharded shapes must be those that were saved. Raises ResumeError if the files cannot be read.
+        Their unsharded shapes must be those that were saved.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -182,7 +182,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
     """Add the sharded tensors of a save to an optimizer's state, sharded as the parameters are now.
 
     `state` is the saved `state_dict` without them, `save` the directory of the save. Returns the complete
-    `state_dict`. Raises ResumeError if the saved optimizer has other parameters.
+    `state_dict`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     source = SavedTensors(save / SHARDS)

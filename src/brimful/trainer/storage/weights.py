@@ -60,10 +60,7 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
 
 
 def weights_of_run(directory: Path) -> Path:
-    """The file that `load_weights` loads from a run directory.
-
-    Raises UsageError if the directory has no weights.
-    """
+    """The file that `load_weights` loads from a run directory."""
     names = (BEST, AVERAGE, WEIGHTS)
     for name in names:
         if (directory / name).exists():
@@ -94,10 +91,7 @@ _LENGTH_BYTES = 8
 
 
 def read_tensors(path: Path | str) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file to the host, tied ones under each of their names.
-
-    Raises FileFormatError if it is not a safetensors file, or cannot be read.
-    """
+    """Read all tensors of a safetensors file to the host, tied ones under each of their names."""
     tied = read_tied(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -110,8 +104,7 @@ def read_tensors(path: Path | str) -> dict[str, Tensor]:
 def read_tied(path: Path | str, *, elsewhere: bool = False) -> dict[str, str]:
     """Read the further names of tied tensors in a safetensors file: the name in the file by further name.
 
-    With `elsewhere` the tensors may be in other files. Raises FileFormatError if it is not a safetensors file,
-    or cannot be read.
+    With `elsewhere` the tensors may be in other files.
     """
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would block
         raise FileFormatError(f"{path} is not a regular file.")
