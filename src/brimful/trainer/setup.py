@@ -20,7 +20,6 @@ from brimful.trainer.data.batches import (
 from brimful.trainer.data.rng import seed_all
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import RunLogger
-from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start, find_start, store_fallback
@@ -36,14 +35,12 @@ class RunContext:
     """A run before its first step."""
 
     config: RunConfig
-    ranks: Ranks
     start: Start
     data: Data
     batches: Batches
     """The batches of the training data."""
     data_loading: DataLoading | None
     """How the training data are loaded; None if they are in memory."""
-    utilisation: Utilisation
     certificate: EquivalenceReport | None
     state: TrainState
 
@@ -81,7 +78,6 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
             raise UsageError("a training_sample is evaluated beside validation data: Data(validation=…).")
         check_validation(data.training_sample, layout, name="training_sample")
     refuse_single_samples(config.job, data, batches, start.settings.micro_batch_size)
-    utilisation = Utilisation(config.plan, config.job)
     model = seeded_model(config, start)
     if ranks.is_first:
         batches.warn_small_batches(model)
@@ -96,12 +92,10 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     )
     return RunContext(
         config=config,
-        ranks=ranks,
         start=start,
         data=data,
         batches=batches,
         data_loading=data_loading(data.train),
-        utilisation=utilisation,
         certificate=certificate,
         state=state,
     )
@@ -111,7 +105,7 @@ def make_logger(run: RunContext) -> RunLogger:
     """Make the logger of a run. Only the first rank writes files, except for sharded saves."""
     config = run.config
     return RunLogger(
-        config.run_dir if run.ranks.is_first else None,
+        run_dir=config.run_dir if run.state.ranks.is_first else None,
         plan=config.plan or config.settings,
         job=config.job,
         may_resume=config.options.resume,
@@ -136,13 +130,13 @@ def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
 
 def _make_saves(run: RunContext) -> Saves | None:
     """Every rank writes its shard where the model is sharded; elsewhere the first rank writes all."""
-    run_dir, is_sharded = run.config.run_dir, run.state.parallel.saves_parts
-    if run_dir is None or not (is_sharded or run.ranks.is_first):
+    run_dir, ranks, is_sharded = run.config.run_dir, run.state.ranks, run.state.parallel.saves_parts
+    if run_dir is None or not (is_sharded or ranks.is_first):
         return None
     saved = run.start.saved
     return Saves(
         run_dir,
         keep=run.config.options.keep_saves,
-        ranks=run.ranks.apart() if is_sharded else SINGLE,
+        ranks=ranks.apart() if is_sharded else SINGLE,
         saved_step=None if saved is None else saved.step,
     )

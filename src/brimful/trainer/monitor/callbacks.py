@@ -45,16 +45,3 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
                 "and give an instance."
             )
     return given
-
-
-class Callbacks:
-    """Calls the callbacks of one trainer in order."""
-
-    def __init__(self, trainer: Trainer, callbacks: Iterable[Callback]) -> None:
-        self._trainer = trainer
-        self._callbacks = tuple(callbacks)
-
-    def call(self, hook: str, record: StepRecord | ValidationRecord | TrainingResult | None) -> None:
-        """Call a method of each callback, such as `on_step`."""
-        for callback in self._callbacks:
-            getattr(callback, hook)(self._trainer, record)

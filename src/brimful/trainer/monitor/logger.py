@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -30,67 +31,57 @@ from brimful.trainer.storage.saves import Saves
 from brimful.trainer.storage.weights import BEST, WEIGHTS
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class RunLogger:
     """Logs each record of a run to `history`, `metrics.jsonl` and `progress`; a context manager.
 
-    `run_dir` is None on every rank but the first: then nothing is written. It is a new or empty directory; with
-    `may_resume` it may contain a run, and one without a save is set aside. `resumed` is the save to resume
-    from; None starts a new run. A method that cannot write a file raises SaveError; the file before it stays.
+    A method that cannot write a file raises SaveError; the file before it stays.
     """
 
-    def __init__(
-        self,
-        run_dir: Path | None,
-        *,
-        plan: Plan | Settings,
-        job: Job,
-        may_resume: bool,
-        resumed: Save | None,
-        saves: Saves | None,
-        progress: ProgressDisplay,
-    ) -> None:
-        self.saves = saves
-        """Writes the checkpoints; None on a rank that writes none."""
-        self.progress = progress
-        """Shows the progress."""
-        self.history = RunHistory()
-        """The records so far."""
-        self.weights_step: int | None = None
-        """The step of the latest weights written; None before that."""
-        self._run_dir = run_dir
-        self._plan = plan
-        self._job = job
-        self._may_resume = may_resume
-        self._resumed = resumed
-        self._directory: RunDirectory | None = None
+    run_dir: Path | None
+    """A new or empty directory, or one with a run if `may_resume`; None, which writes nothing, on every rank but
+    the first."""
+    plan: Plan | Settings
+    job: Job
+    may_resume: bool
+    resumed: Save | None
+    """The save to resume from; None starts a new run, and sets one without a save aside."""
+    saves: Saves | None
+    """Writes the checkpoints; None on a rank that writes none."""
+    progress: ProgressDisplay
+    history: RunHistory = field(default_factory=RunHistory)
+    """The records so far."""
+    weights_step: int | None = None
+    """The step of the latest weights written; None before that."""
+    _directory: RunDirectory | None = None
 
     def __enter__(self) -> Self:
         """Open the run directory, with the records of the resumed run; write how the run is trained."""
-        if self._resumed is not None:
-            self.history.validations += self._resumed.checkpoint.validations
-        aside = None if self._run_dir is None else self._open_directory(self._run_dir)
+        if self.resumed is not None:
+            self.history.validations += self.resumed.checkpoint.validations
+        aside = None if self.run_dir is None else self._open_directory(self.run_dir)
         self.progress.start()
         if aside is not None:
             self.progress.show_note(
-                f"the run in {self._run_dir} ended before its first save, so it starts from the beginning; "
+                f"the run in {self.run_dir} ended before its first save, so it starts from the beginning; "
                 f"what it left is in {aside}"
             )
         return self
 
     def _open_directory(self, run_dir: Path) -> Path | None:
         """Open the run directory; return where an earlier run without a save was set aside, if one was."""
-        aside = set_unsaved_run_aside(run_dir) if self._may_resume and self._resumed is None else None
-        self._directory = RunDirectory(run_dir, resumes=self._may_resume)
-        if self._resumed is not None:
+        aside = set_unsaved_run_aside(run_dir) if self.may_resume and self.resumed is None else None
+        self._directory = RunDirectory(run_dir, resumes=self.may_resume)
+        if self.resumed is not None:
             assert self.saves is not None
-            self.saves.set_aside_after(self._resumed.step)
-            self.history = restored_history(self._directory, self._resumed.checkpoint)
-        if isinstance(self._plan, Plan):
-            self._directory.write_json(PLAN, self._plan.to_json())
+            self.saves.set_aside_after(self.resumed.step)
+            self.history = restored_history(self._directory, self.resumed.checkpoint)
+        if isinstance(self.plan, Plan):
+            self._directory.write_json(PLAN, self.plan.to_json())
         else:
-            self._directory.write_json(SETTINGS, to_json_document(self._plan))
-        if self._job.about is not None:
-            self._directory.write_json(JOB, dict(self._job.about))
+            self._directory.write_json(SETTINGS, to_json_document(self.plan))
+        if self.job.about is not None:
+            self._directory.write_json(JOB, dict(self.job.about))
         return aside
 
     def __exit__(
@@ -103,7 +94,7 @@ class RunLogger:
             with suppress(SaveError, UsageError):  # there is an error already
                 self.saves.wait()
         if self._directory is not None:
-            if failed and not self.history.steps and self._resumed is None:
+            if failed and not self.history.steps and self.resumed is None:
                 self._directory.discard()
             self._directory.close()
 
@@ -155,7 +146,7 @@ class RunLogger:
     @property
     def weights_path(self) -> Path | None:
         """Path of the latest weights, written or not yet; None without a run directory."""
-        return None if self._run_dir is None else self._run_dir / WEIGHTS
+        return None if self.run_dir is None else self.run_dir / WEIGHTS
 
     def write_latest_weights(self, model: nn.Module, step: int) -> None:
         """Write the latest weights, unless those of the same step are written."""
@@ -166,7 +157,7 @@ class RunLogger:
     def write_weights(self, model: nn.Module, name: str, step: int, **metadata: str) -> None:
         """Write parameters and buffers to the file `name`, with the job's name, the step and the metadata."""
         if self._directory is not None:
-            of_run = {"job": self._job.name, "step": str(step)}
+            of_run = {"job": self.job.name, "step": str(step)}
             self._directory.save_weights(model, name, of_run | metadata)
 
     def write_result(self, result: TrainingResult) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from brimful.batches import layout_of
 from brimful.display import write_from_signal
@@ -19,7 +20,7 @@ from brimful.report.data_loading import feeding_lines
 from brimful.results import StepRecord, StopReason, TrainingResult
 from brimful.trainer.checkpointer import Checkpointer
 from brimful.trainer.data.stream import worker_errors
-from brimful.trainer.monitor.callbacks import Callbacks
+from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.run.epoch_length import EpochLengthCheck
 from brimful.trainer.run.result import result_of
 from brimful.trainer.run.save_on_error import SaveOnError
@@ -40,14 +41,15 @@ enough to act."""
 
 
 class Run:
-    """Trains from the start of a run to its end."""
+    """Trains from the start of a run to its end; `call` calls a method of the callbacks with a record."""
 
-    def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
+    def __init__(self, run: RunContext, *, stop: Stop, call: Callable[[str, Any], None]) -> None:
         self._run = run
         self._config = run.config
         self._state = run.state
         self._stop = stop
-        self._callbacks = callbacks
+        self._call = call
+        self._utilisation = Utilisation(run.config.plan, run.config.job)
         self._logger = make_logger(run)
         self._runner = make_runner(run, self._logger)
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
@@ -87,7 +89,7 @@ class Run:
             return result
         finally:
             self._runner.close()
-            self._callbacks.call("on_end", result)
+            self._call("on_end", result)
 
     def _train(self) -> TrainingResult:
         precision = self._state.settings.precision
@@ -205,7 +207,7 @@ class Run:
         if not validations or validations[-1].step != self._state.step:
             record = validator.run(is_stopped=self._stop.is_requested)
             if record is not None:
-                self._callbacks.call("on_validation", record)
+                self._call("on_validation", record)
         stopped_because = self._stop.synced(self._state.ranks)
         without = self._logger.history.validations_without_improvement
         if stopped_because is None and self._config.length.is_out_of_patience(without):
@@ -220,7 +222,7 @@ class Run:
         if len(steps) == STEPS_BEFORE_ADVICE:
             for note in _data_loading_notes(self._run, steps):
                 self._logger.progress.show_note(note)
-        self._callbacks.call("on_step", record)
+        self._call("on_step", record)
         self._self_correction.after_step(record)
 
     def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:
@@ -242,7 +244,7 @@ class Run:
             )
             if is_measured and record.updated:
                 self._measure_larger(batch, is_first=is_first)
-            return replace(record, mfu=self._run.utilisation.of(record, batch))
+            return replace(record, mfu=self._utilisation.of(record, batch))
         finally:
             if self._state.step > before:
                 self._state.stream.advance()
