@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from brimful.planner import PlanCheck
+from brimful.planner import Plan, PlanCheck
 from brimful.quantities import format_bytes, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
-from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
+from brimful.results import Comparison, EquivalenceReport, Measurement, SelfCorrection, TrainingResult
 from brimful.results.measurement import busy_text
 
 
@@ -139,3 +139,30 @@ def _why_over(check: PlanCheck) -> str:
 
 def _error(predicted: float | None, measured: float | None) -> str:
     return f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "-"
+
+
+def comparison_line(found: SelfCorrection, plan: Plan) -> str:
+    """Predicted beside measured, in one line."""
+    peak = "the peak was not measured"
+    if found.measured_peak_reserved_bytes is not None:
+        ratio = found.measured_peak_reserved_bytes / found.predicted_peak_reserved_bytes
+        over = f", OVER the budget of {format_bytes(plan.budget_bytes)}" if found.exceeds_budget else ""
+        peak = (
+            f"peak {format_bytes(found.predicted_peak_reserved_bytes)} predicted, "
+            f"{format_bytes(found.measured_peak_reserved_bytes)} measured (× {ratio:.2f}){over}"
+        )
+    ratio = found.measured_step_seconds / found.predicted_step_seconds
+    busy = busy_text(found.core_wait_fraction)
+    return (
+        f"step {found.step}  step time {format_seconds(found.predicted_step_seconds)} predicted, "
+        f"{format_seconds(found.measured_step_seconds)} measured (× {ratio:.2f}); {peak}"
+        f"{f'; {busy}' if busy else ''}"
+    )
+
+
+def plan_again_line(found: SelfCorrection) -> str:
+    """Why another plan, made with the measured factors, would be better, in one line."""
+    why = "the plan exceeds its budget"
+    if not found.exceeds_budget:
+        why = "memory is left with which a step may be faster"
+    return f"{why}: plan again, with predictions corrected by what was measured"

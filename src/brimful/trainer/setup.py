@@ -47,7 +47,7 @@ class RunContext:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if that is not known."""
-        return self.config.length.total_steps(self.batches.steps_per_epoch)
+        return self.config.options.total_steps(self.batches.steps_per_epoch)
 
 
 def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
@@ -88,7 +88,7 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
         start,
         ranks,
         BatchStream(batches, ranks=ranks),
-        total_steps=config.length.total_steps(batches.steps_per_epoch),
+        total_steps=config.options.total_steps(batches.steps_per_epoch),
     )
     return RunContext(
         config=config,

@@ -6,7 +6,7 @@ import pytest
 
 from brimful.results import ValidationRecord
 from brimful.trainer.monitor.history import RunHistory
-from brimful.trainer.options import Length
+from brimful.trainer.options import TrainOptions
 
 
 def validation(loss: float) -> ValidationRecord:
@@ -31,12 +31,12 @@ def test_only_a_lower_loss_is_the_best():
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_is_never_the_best_and_hides_no_improvement(odd):
-    history, length = RunHistory(), Length(epochs=9, steps=None, patience=2)
+    history, options = RunHistory(), TrainOptions(epochs=9, patience=2)
     best = []
     for loss in (odd, 0.029, 0.027, odd):
         best.append(history.is_best(validation(loss)))
         history.validations.append(validation(loss))
-        assert not length.is_out_of_patience(history.validations_without_improvement)
+        assert not options.is_out_of_patience(history.validations_without_improvement)
     assert best == [False, True, True, False]
     history.validations.append(validation(odd))
     assert history.validations_without_improvement == 2

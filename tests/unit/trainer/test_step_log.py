@@ -2,7 +2,7 @@ import pickle
 from dataclasses import fields
 
 from brimful.results import StepRecord
-from brimful.trainer.monitor.step_log import _COLUMNS, StepLog
+from brimful.trainer.monitor.history import _COLUMNS, StepLog
 
 RECORDS = [
     StepRecord(

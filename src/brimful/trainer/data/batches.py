@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, named_tensors
+from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, map_tensors, named_tensors
 from brimful.distributed.ranks import SINGLE, Ranks, processors_here
 from brimful.errors import BatchError, DataError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch, Data, Job, Samples
 from brimful.results import DataLoading
-from brimful.trainer.data.prefetch import read_ahead
 from brimful.trainer.data.rng import generator_of
+
+T = TypeVar("T")
 
 FEW_SAMPLES_FRACTION = 0.25
 """Warn if BatchNorm normalises over a last batch of less than this fraction of a global batch. A choice:
@@ -192,6 +194,31 @@ class Batches:
                 f"the training data ({type(self._train).__name__}) gave no batch in epoch {epoch}. They must "
                 "give all batches each time they are iterated: use a DataLoader or a list, not a generator."
             )
+
+
+def read_ahead(places: Iterable[T], read: Callable[[T], Batch], device: torch.device) -> Iterator[Batch]:
+    """Read batches in a thread, in the order of `places`, each while the one before it is used.
+
+    `read` returns a batch on the host. It must not draw random numbers: they would come between those of a
+    step. If the device is a GPU the batch is pinned, which makes its copy asynchronous. An error in `read` is
+    raised here.
+    """
+    is_gpu = device.type == "cuda"
+    # otherwise pinning would create a context on the first GPU (torch's own pinning thread does the same)
+    on_device = partial(torch.cuda.set_device, device) if is_gpu else None
+    with ThreadPoolExecutor(1, "brimful-data", initializer=on_device) as thread:
+        coming: Future[Batch] | None = None
+        for place in places:
+            after = thread.submit(_pinned, read, place) if is_gpu else thread.submit(read, place)
+            if coming is not None:
+                yield coming.result()
+            coming = after
+        if coming is not None:
+            yield coming.result()
+
+
+def _pinned(read: Callable[[T], Batch], place: T) -> Batch:
+    return map_tensors(read(place), Tensor.pin_memory)
 
 
 def validation_batches(

@@ -39,7 +39,7 @@ class RunLogger:
     """
 
     run_dir: Path | None
-    """A new or empty directory, or one with a run if `may_resume`; None, which writes nothing, on every rank but
+    """A new or empty directory, or one with a run if `may_resume`; None writes nothing: on every rank but
     the first."""
     plan: Plan | Settings
     job: Job

@@ -150,17 +150,17 @@ class Run:
     @worker_errors()
     def _run_epochs(self) -> StopReason:
         """Train epoch after epoch, and write the weights after each."""
-        stream, length = self._state.stream, self._config.length
+        stream, options = self._state.stream, self._config.options
         validator = None
         if self._run.data.validation is not None:
             validator = Validator(self._config, self._state, self._run.data, self._logger)
         stopped_because = None
-        if length.has_enough(
+        if options.has_enough(
             self._state.step
         ):  # a resumed run, which may have ended before its last validation
             stream.restore_random()
             stopped_because = self._validate(validator)
-        while not (length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
+        while not (options.has_enough(self._state.step) or options.is_past(stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 break
@@ -185,7 +185,7 @@ class Run:
             if stopped_because is None and self._is_validation_due():
                 stopped_because = self._validate(validator)  # before a save, which has its result
             self._checkpointer.save_if_due()
-            if stopped_because is not None or self._config.length.has_enough(self._state.step):
+            if stopped_because is not None or self._config.options.has_enough(self._state.step):
                 break
         else:
             has_ended = True
@@ -210,7 +210,7 @@ class Run:
                 self._call("on_validation", record)
         stopped_because = self._stop.synced(self._state.ranks)
         without = self._logger.history.validations_without_improvement
-        if stopped_because is None and self._config.length.is_out_of_patience(without):
+        if stopped_because is None and self._config.options.is_out_of_patience(without):
             return StopReason.NOT_IMPROVING
         return stopped_because
 
