@@ -8,7 +8,6 @@ parameters without a trace, as momentum encoders do by `.data`.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Container, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from brimful.module_names import plain_namer
 from brimful.trainer.storage.manifest import FROZEN, by_step
-from brimful.trainer.storage.weights import TIED, write_tensors
+from brimful.trainer.storage.weights import write_tensors
 
 
 def split_frozen(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -47,14 +46,12 @@ def frozen_to_share(saves: Path, *, keep: int) -> Path | None:
 
 
 def write_frozen(
-    tensors: Mapping[str, Tensor], tied: Mapping[str, str], path: Path, before: Path | None
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], before: Path | None
 ) -> None:
-    """Write frozen parameters, or give an existing file with the same ones a further name.
+    """Write frozen parameters on the host, or give an existing file with the same ones a further name.
 
-    The tensors are on the host; `tied` has the first name by further name. The file `path` does not exist;
-    `before` is that of an earlier save, None if there is none.
+    The file `path` does not exist; `before` is that of an earlier save, None if there is none.
     """
-    metadata = {TIED: json.dumps(dict(tied))}
     if before is not None and _has(before, tensors, metadata):
         try:
             os.link(before, path)
@@ -79,9 +76,7 @@ def _has(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str])
     try:
         with safe_open(path, framework="pt") as file:
             found = file.metadata() or {}
-            if {name: found.get(name) for name in metadata} != metadata:
-                return False
-            if set(file.keys()) != set(tensors):
+            if {name: found.get(name) for name in metadata} != metadata or set(file.keys()) != set(tensors):
                 return False
             return all(_is_same(file.get_tensor(name), tensor) for name, tensor in tensors.items())
     except (OSError, SafetensorError):  # damaged

@@ -48,7 +48,7 @@ from brimful.trainer.storage.manifest import (
     step_of,
 )
 from brimful.trainer.storage.run_directory import unused
-from brimful.trainer.storage.shards import Shards, divided_of_model, divided_of_optimizer
+from brimful.trainer.storage.shards import divided_of_model, divided_of_optimizer, own_shards
 from brimful.trainer.storage.weights import TIED, distinct_tensors, write_tensors
 
 T = TypeVar("T")
@@ -59,25 +59,19 @@ class _Copies:
     """The copies on the host that one rank writes."""
 
     step: int
-    shards: Shards | None
-    """None if nothing is sharded."""
-    tensors: dict[str, Tensor]
-    tied: dict[str, str]
-    frozen: dict[str, Tensor]
-    """Parameters that are not trained, if nothing is sharded; saves share their file."""
-    frozen_tied: dict[str, str]
+    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]]
+    """The tensors and the metadata of each of its files of tensors, by the name of the file."""
     run: dict[str, Any]
     state: dict[str, Any]
-    """The last six are written by the first rank alone."""
+    """The documents, which the first rank alone writes."""
 
     @property
     def file_bytes(self) -> int:
         """Least size of the files, in bytes."""
-        parts = {} if self.shards is None else self.shards.tensors
-        tensors = sum(tensor.nbytes for tensor in (*self.tensors.values(), *parts.values()))
         counter = _Counter()
         if self.state:
             torch.save(self.state, cast("IO[bytes]", counter))
+        tensors = sum(each.nbytes for tensors, _ in self.files.values() for each in tensors.values())
         return tensors + counter.size_bytes + len(json.dumps(self.run))
 
 
@@ -155,19 +149,22 @@ class Saves:
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
         of_optimizer, divided_state = divided_of_optimizer(checkpoint.optimizer)
-        divided |= divided_state
         is_first, is_sharded = self._ranks.is_first, self._ranks.is_distributed
         frozen, rest = ({}, whole) if is_sharded else split_frozen(model, whole)
-        tensors, tied = distinct_tensors(rest, copies=True) if is_first else ({}, {})
-        frozen_tensors, frozen_tied = distinct_tensors(frozen, copies=True)
+        files = {}
+        if is_first:
+            tensors, tied = distinct_tensors(rest, copies=True)
+            files[MODEL] = tensors, {TIED: json.dumps(tied | tied_parts)}
+        if frozen:
+            tensors, tied = distinct_tensors(frozen, copies=True)
+            files[FROZEN] = tensors, {TIED: json.dumps(tied)}
+        if is_sharded:
+            name = f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors"
+            files[name] = own_shards(divided | divided_state)
         state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
         return _Copies(
             step=checkpoint.step,
-            shards=Shards(divided) if is_sharded else None,
-            tensors=tensors,
-            tied=tied | tied_parts,
-            frozen=frozen_tensors,
-            frozen_tied=frozen_tied,
+            files=files,
             run=checkpoint.run_document() if is_first else {},
             state=tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state),
         )
@@ -177,7 +174,7 @@ class Saves:
         path = self._directory / name_of(copies.step)
         unfinished = self._directory / f".{path.name}{PARTIAL}"
         try:
-            self._all_do(partial(self._begin, unfinished, copies))
+            self._all_do(partial(self._begin, unfinished))
             written = self._all_do(partial(self._write_own, unfinished, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
             self._all_do(partial(self._finish, unfinished, path, copies, files))
@@ -228,27 +225,25 @@ class Saves:
                 raise UsageError(failed[1]) if failed[0] else _FailedSomewhereError(failed[1])
         return [value for value, _failure in found]  # type: ignore[misc]
 
-    def _begin(self, partial: Path, copies: _Copies) -> None:
+    def _begin(self, partial: Path) -> None:
         if self._ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             if partial.is_symlink():
                 fresh(partial)
-            (partial if copies.shards is None else partial / SHARDS).mkdir(parents=True)
+            (partial / SHARDS if self._ranks.is_distributed else partial).mkdir(parents=True)
 
     def _write_own(self, partial: Path, copies: _Copies) -> dict[str, dict[str, Any]]:
         """Write the files of this rank; return their sizes and digests by name."""
-        names = []
-        if self._ranks.is_first:
-            write_tensors(copies.tensors, partial / MODEL, {TIED: json.dumps(copies.tied)})
-            self._write_documents(copies, partial)
-            names += [MODEL, RUN, STATE]
-            if copies.frozen:
+        names = list(copies.files)
+        for name, (tensors, metadata) in copies.files.items():
+            if name == FROZEN:
                 before = frozen_to_share(self._directory, keep=self._keep)
-                write_frozen(copies.frozen, copies.frozen_tied, partial / FROZEN, before)
-                names.append(FROZEN)
-        if copies.shards is not None:
-            names.append(f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors")
-            copies.shards.write(partial / names[-1])
+                write_frozen(tensors, partial / name, metadata, before)
+            else:
+                write_tensors(tensors, partial / name, metadata)
+        if self._ranks.is_first:
+            self._write_documents(copies, partial)
+            names += [RUN, STATE]
         for name in names:
             bring_to_disk(partial / name)
         return {name: digest_of(partial / name) for name in names}
@@ -261,7 +256,7 @@ class Saves:
             return
         (partial / MANIFEST).write_text(manifest_text(copies.step, files))
         bring_to_disk(partial / MANIFEST)
-        if copies.shards is not None:
+        if self._ranks.is_distributed:
             bring_to_disk(partial / SHARDS)
         bring_to_disk(partial)
         partial.rename(path)

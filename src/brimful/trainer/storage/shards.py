@@ -32,29 +32,23 @@ from torch.optim import Optimizer
 from brimful.errors import ResumeError
 from brimful.module_names import plain_namer, plain_state, wrapped_state
 from brimful.trainer.storage.manifest import SHARDS
-from brimful.trainer.storage.weights import read_tied, write_tensors
+from brimful.trainer.storage.weights import read_tied
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys that DCP's reader looks for in a file."""
 
 
-class Shards:
-    """Copies on the host of this rank's shards; `divided` has the sharded tensors by name."""
-
-    def __init__(self, divided: Mapping[str, DTensor]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._header: dict[str, dict[str, list[int]]] = {}
-        for name, tensor in divided.items():
-            (place,) = tensor.__create_chunk_list__()
-            if math.prod(place.sizes):  # the last ranks may have an empty shard of a small tensor
-                part = tensor.to_local().detach()
-                self.tensors[name] = part.to("cpu", copy=True).contiguous()
-                self._header[name] = {_OFFSETS: list(place.offsets)}
-
-    def write(self, path: Path) -> None:
-        """Write the shards to a file, which is overwritten if it exists."""
-        write_tensors(self.tensors, path, {_HEADER: json.dumps(self._header)})
+def own_shards(divided: Mapping[str, DTensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Copies on the host of this rank's shards, and the metadata of their file, with the offset of each."""
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, dict[str, list[int]]] = {}
+    for name, tensor in divided.items():
+        (place,) = tensor.__create_chunk_list__()
+        if math.prod(place.sizes):  # the last ranks may have an empty shard of a small tensor
+            tensors[name] = tensor.to_local().detach().to("cpu", copy=True).contiguous()
+            header[name] = {_OFFSETS: list(place.offsets)}
+    return tensors, {_HEADER: json.dumps(header)}
 
 
 class SavedTensors:
