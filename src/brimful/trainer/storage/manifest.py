@@ -115,7 +115,7 @@ def manifest_text(step: int, files: Mapping[str, Any]) -> str:
     return json.dumps(manifest | {"sha256": digest}, indent=2) + "\n"
 
 
-def check_names(save: Path, manifest: Manifest) -> None:
+def check_listed(save: Path, manifest: Manifest) -> None:
     """Check that a manifest lists the files of a save, and that the directory has no others."""
     for name in manifest.files:
         if name not in (MODEL, FROZEN, RUN, STATE) and not _SHARD.fullmatch(name):

@@ -32,11 +32,11 @@ from brimful.trainer.storage.manifest import (
     SHARDS,
     STATE,
     check_file,
-    check_names,
+    check_listed,
     find_saves,
     read_manifest,
 )
-from brimful.trainer.storage.shards import check_alike, load_model, load_optimizer_state
+from brimful.trainer.storage.shards import check_alike, check_names, load_model, load_optimizer_state
 from brimful.trainer.storage.weights import read_tensors, read_tied
 
 
@@ -133,7 +133,7 @@ def _read_or_reason(path: Path, ranks: Ranks, *, maps: bool) -> tuple[str | None
 
 def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:
     manifest = read_manifest(path)
-    check_names(path, manifest)
+    check_listed(path, manifest)
     for name in sorted(manifest.files)[ranks.rank :: ranks.count]:
         check_file(path, name, manifest.files[name])
     read_tied(path / MODEL, elsewhere=(path / SHARDS).is_dir())
@@ -164,12 +164,7 @@ def _load_whole(model: nn.Module, paths: Sequence[Path]) -> None:
     """Load a model from files that together have the same names, shapes and types."""
     tensors = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
     own = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
-    if own.keys() != tensors.keys():
-        raise ResumeError(
-            f"the run cannot be resumed with this model: {paths[0].parent} has no "
-            f"{sorted(own.keys() - tensors.keys())}, and the model has no "
-            f"{sorted(tensors.keys() - own.keys())}."
-        )
+    check_names(paths[0].parent, own.keys() - tensors.keys(), tensors.keys() - own.keys())
     for name, value in own.items():
         if not is_quantization_metadata(name):
             check_alike(name, value, tensors[name].shape, tensors[name].dtype)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,11 +163,7 @@ def load_model(model: nn.Module, save: Path, whole_names: Sequence[str]) -> None
                 wanted[name].copy_(filled)
     missing = {saved_names[name] for name, value in wanted.items() if value.numel()} - known
     unexpected = known - set(saved_names.values())
-    if missing or unexpected:
-        raise ResumeError(
-            f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
-            f"{sorted(unexpected)}."
-        )
+    check_names(save, missing, unexpected)
     # runs the model's hooks; the tensors are loaded already
     model.load_state_dict(wrapped_state(model, wanted), strict=False)
 
@@ -206,6 +202,15 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
         _, index_text, key = name.split(".", maxsplit=2)
         filled.setdefault(int(index_text), {})[key] = tensor
     return {**state, "state": filled}
+
+
+def check_names(save: Path, missing: Set[str], unexpected: Set[str]) -> None:
+    """Raise ResumeError if a save lacks tensors of the model, or the model some of the save."""
+    if missing or unexpected:
+        raise ResumeError(
+            f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
+            f"{sorted(unexpected)}."
+        )
 
 
 def check_alike(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
