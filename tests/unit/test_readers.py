@@ -105,7 +105,6 @@ READERS = {
     "trainer/storage/checkpoint.py": {"decode_json": RUN},
     "trainer/monitor/history.py": {"parse_json": RUN},
     "trainer/resume.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
-    "trainer/storage/frozen.py": {"safe_open": RUN},
     "trainer/storage/manifest.py": {
         "read_regular_file": MANIFEST,
         "parse_json": MANIFEST,

@@ -4,7 +4,7 @@
       run.json            the identity of the run and its progress: numbers and text
       state.pt            optimizer, schedule, loss scaler, moving average, random states: with tensors
       model.safetensors   parameters and buffers, except those in the next files
-      frozen.safetensors  parameters that are not trained, if there are any; see `frozen.py`
+      frozen.safetensors  parameters that are not trained, if there are any; see `saves.py`
       shards/             each rank's shards of parameters and optimizer state; see `shards.py`
       manifest.json       size and SHA-256 of each of these files; see `manifest.py`
 

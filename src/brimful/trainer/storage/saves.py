@@ -4,6 +4,12 @@ A save is a directory such as `saves/step-000000120/`; `checkpoint.py` describes
 a temporary name, flushed to the disk and renamed; then the oldest saves are deleted. If the model is sharded,
 each rank writes its shard, and the first rank renames the save once all have sent it the digests of their
 files. `restore.py` reads saves.
+
+Parameters that are not trained have a file of their own, which saves share as long as they stay the same. Each
+save has the file under its own name, so that it is complete by itself; on the disk these are two files with
+several names (hard links), so that damage to one leaves every second save whole. Whether the parameters are the
+same is decided by comparing them with the file byte by byte, because some code changes frozen parameters
+without a trace, as momentum encoders do by `.data`.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -29,9 +35,9 @@ from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import free_frames, with_room
 from brimful.execution.signals import HeldSignals
 from brimful.files import bring_to_disk, free_bytes, fresh
+from brimful.module_names import plain_namer
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
-from brimful.trainer.storage.frozen import frozen_to_share, split_frozen, write_frozen
 from brimful.trainer.storage.manifest import (
     FROZEN,
     MANIFEST,
@@ -49,7 +55,7 @@ from brimful.trainer.storage.manifest import (
 )
 from brimful.trainer.storage.run_directory import unused
 from brimful.trainer.storage.shards import divided_of_model, divided_of_optimizer, own_shards
-from brimful.trainer.storage.weights import TIED, distinct_tensors, write_tensors
+from brimful.trainer.storage.weights import TIED, distinct_tensors, write_or_link, write_tensors
 
 T = TypeVar("T")
 
@@ -150,7 +156,7 @@ class Saves:
         whole, divided, tied_parts = divided_of_model(model)
         of_optimizer, divided_state = divided_of_optimizer(checkpoint.optimizer)
         is_first, is_sharded = self._ranks.is_first, self._ranks.is_distributed
-        frozen, rest = ({}, whole) if is_sharded else split_frozen(model, whole)
+        frozen, rest = ({}, whole) if is_sharded else _split_frozen(model, whole)
         files = {}
         if is_first:
             tensors, tied = distinct_tensors(rest, copies=True)
@@ -237,8 +243,7 @@ class Saves:
         names = list(copies.files)
         for name, (tensors, metadata) in copies.files.items():
             if name == FROZEN:
-                before = frozen_to_share(self._directory, keep=self._keep)
-                write_frozen(tensors, partial / name, metadata, before)
+                write_or_link(tensors, partial / name, metadata, self._frozen_to_share())
             else:
                 write_tensors(tensors, partial / name, metadata)
         if self._ranks.is_first:
@@ -263,6 +268,15 @@ class Saves:
         bring_to_disk(self._directory)
         self._delete_superseded()
 
+    def _frozen_to_share(self) -> Path | None:
+        """The file of frozen parameters that the next save may share; None if there is none.
+
+        It is that of the newest save but one, so that two saves in a row never share one; of the newest if only
+        one save is kept.
+        """
+        found = by_step(self._directory)[min(self._keep, 2) - 1 :]
+        return found[0] / FROZEN if found and (found[0] / FROZEN).is_file() else None
+
     def _write_documents(self, copies: _Copies, partial: Path) -> None:
         """Write everything but the model; the first time, check that it can be read without running code."""
         (partial / RUN).write_text(json.dumps(copies.run, indent=2, allow_nan=False) + "\n")
@@ -284,6 +298,28 @@ class Saves:
         """Delete the oldest saves, and incomplete ones of a run that was killed."""
         for old in (*by_step(self._directory)[self._keep :], *self._directory.glob(f".*{PARTIAL}")):
             fresh(old) if old.is_symlink() else shutil.rmtree(old, ignore_errors=True)
+
+
+def _split_frozen(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the parameters that are not trained from the rest of a model's state, which is by plain names.
+
+    Returns the frozen parameters, with what belongs to them, such as the scales of quantised weights; and the
+    rest.
+    """
+    plain_name = plain_namer(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {plain_name(name) for name, parameter in parameters if not parameter.requires_grad}
+    kept = {name: value for name, value in state.items() if _is_of(name, frozen)}
+    return kept, {name: value for name, value in state.items() if name not in kept}
+
+
+def _is_of(name: str, parameters: Container[str]) -> bool:
+    """Whether an entry is a parameter, or named after one."""
+    while name:
+        if name in parameters:
+            return True
+        name = name.rpartition(".")[0]
+    return False
 
 
 def _name_of_refused(save: Path, number: int) -> str:
