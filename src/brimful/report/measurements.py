@@ -25,10 +25,7 @@ def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing
 
 
 def gauges(compared: Measurement | TrainingResult, budget_bytes: int | None = None) -> Iterator[Gauge]:
-    """The largest peak and the step time as bars, predicted above measured, as far as both are known.
-
-    `budget_bytes` is the limit of the peak; None for none.
-    """
+    """The largest peak and the step time as bars, predicted above measured, as far as both are known."""
     _, predicted, measured = _peaks(compared)[-1]
     if predicted is not None and measured is not None:
         bars = _pair("peak", (predicted, _bytes(predicted)), (measured, _bytes(measured)))

@@ -32,7 +32,7 @@ class Checkpointer:
     def restore(self, saved: Save) -> None:
         """Load a checkpoint into the state; the model already has its weights."""
         optimizer_state = saved.optimizer_state_for(self.state.optimizer)
-        self.state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state))
+        self.state.load_state_dict(replace(saved.checkpoint, optimizer=optimizer_state))
         saved.release()
         check_rates(self.config, self.state.rates, saved)
         self._requested_step = saved.step

@@ -35,10 +35,7 @@ class Start:
 
 
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
-    """Find the save that a run resumes from, and check that it is of this run; else check that it can start.
-
-    All ranks call this together.
-    """
+    """Find and check the save that a run resumes from, or check that it can start; on all ranks together."""
     ranks.barrier()  # the first rank may still be writing the last save of an earlier run
     saved = _newest_save(config, ranks)
     if saved is None:

@@ -41,7 +41,7 @@ from brimful.transforms import AppliedFormat, apply_memory_format
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainState:
-    """The state of a run on one rank."""
+    """The state of a run on one rank; `Checkpoint` describes the last four fields."""
 
     executor: StepExecutor
     """Runs the steps. It has the model, the optimizer and the loss scaler."""
@@ -61,13 +61,9 @@ class TrainState:
     settings: Settings
     """The settings in force; smaller ones replace them after a step ran out of memory."""
     step: int = 0
-    """Number of optimizer steps taken, including those that the loss scaler skipped."""
     updates: int = 0
-    """Number of steps that changed the parameters."""
     skipped_in_a_row: int = 0
-    """Number of steps that the loss scaler skipped since the last update."""
     self_correction: SelfCorrection | None = None
-    """What the first steps measured beside what was predicted; None before that."""
 
     @property
     def model(self) -> nn.Module:
@@ -172,9 +168,8 @@ def make_state(
 ) -> TrainState:
     """Shard a model over the ranks, load saved weights into it, and make its optimizer and schedule.
 
-    `model` is on the device, the same on every rank; its parameters may become shards. Each rank draws its own
-    random numbers from here on. `total_steps` is the length of the run, for the schedule; None if it is not
-    known. `TrainState.load_state_dict` loads the rest of a saved state.
+    The parameters of the model, the same on every rank, may become shards. Each rank draws its own random
+    numbers from here on. `TrainState.load_state_dict` loads the rest of a saved state.
     """
     if ranks.rank:
         seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks

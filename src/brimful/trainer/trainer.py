@@ -137,7 +137,7 @@ class Trainer:
         """Set up and train. On return the run is freed, with its process groups, before `fit` closes them."""
         run = set_up_run(self._config, ranks)
         self._trained = run.state.model, run.state.optimizer
-        self._stop.clear()
+        self._stop = Stop()  # one that was requested before does not end this run
         return Run(run, stop=self._stop, call=self._call_callbacks).train()
 
     def _call_callbacks(self, hook: str, record: StepRecord | ValidationRecord | TrainingResult | None) -> None:

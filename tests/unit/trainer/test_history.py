@@ -1,11 +1,13 @@
-"""The records of a run: which validation is the best, and how long ago that was."""
+"""The records of a run: which validation is the best, how long ago that was, and all fields of steps."""
 
 import math
+import pickle
+from dataclasses import fields
 
 import pytest
 
-from brimful.results import ValidationRecord
-from brimful.trainer.monitor.history import RunHistory
+from brimful.results import StepRecord, ValidationRecord
+from brimful.trainer.monitor.history import _COLUMNS, RunHistory, StepLog
 from brimful.trainer.options import TrainOptions
 
 
@@ -45,3 +47,25 @@ def test_a_loss_that_is_not_finite_is_never_the_best_and_hides_no_improvement(od
 def test_losses_that_are_all_nan_use_up_the_patience():
     history = RunHistory(validations=[validation(math.nan)] * 3)
     assert history.validations_without_improvement == 2
+
+
+RECORDS = [
+    StepRecord(
+        step=step, epoch=1, loss=0.1 * step, gradient_norm=float("nan") if step == 2 else 1 / 3, seconds=1e-3,
+        samples=7, updated=step != 2, data_seconds=1e-9, memory_measured=step == 3, terms=0.5,
+        mfu=None if step == 4 else 0.3,
+    )
+    for step in range(1, 6)
+]  # fmt: skip
+
+
+def test_steps_come_back_as_they_were():
+    log = pickle.loads(pickle.dumps(StepLog(RECORDS)))
+    assert [repr(record) for record in log] == [repr(record) for record in RECORDS]
+    assert [record.step for record in log[1:3]] == [2, 3]
+    assert log[-1] == RECORDS[-1]
+    assert len(log) == 5
+
+
+def test_every_field_of_a_step_is_kept():
+    assert list(_COLUMNS) == [field.name for field in fields(StepRecord)]

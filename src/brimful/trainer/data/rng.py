@@ -64,10 +64,7 @@ def restore_random_state(state: RandomState, device: torch.device) -> None:
 def restore_own(
     of_ranks: Sequence[RandomState], ranks: Ranks, device: torch.device, *, otherwise_seed: int
 ) -> None:
-    """Restore the saved random state of this rank; seed a rank that the saved run did not have.
-
-    `of_ranks` has the saved states by rank.
-    """
+    """Restore the saved random state of this rank; seed a rank that the saved run did not have."""
     if ranks.count != len(of_ranks):
         warnings.warn(
             f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "

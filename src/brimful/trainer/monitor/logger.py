@@ -123,10 +123,7 @@ class RunLogger:
         self.progress.show_validation(record)
 
     def add_note(self, note: str) -> None:
-        """Log a difference from what was announced, unless this run, or the one it resumes, has logged it.
-
-        `note` is one line.
-        """
+        """Log a difference from what was announced, unless this run, or the one it resumes, has logged it."""
         if note in self.history.notes:
             return
         self.history.notes.append(note)

@@ -38,10 +38,7 @@ class ProgressDisplay:
         """Show a line of text."""
 
     def set_total(self, total_steps: int | None) -> None:
-        """Change the length of the run in optimizer steps; None if it is not known.
-
-        Called if an epoch has another length than the data reported.
-        """
+        """Change the length of the run in optimizer steps; None if it is not known."""
 
     def stop(self) -> None:
         """Stop; called after the last step and when the run fails. Further calls do nothing."""
@@ -50,11 +47,9 @@ class ProgressDisplay:
 def make_progress(
     total_steps: int | None, *, show: bool, loss_unit: str | None = None, console: Console | None = None
 ) -> ProgressDisplay:
-    """Make the display of a run: a bar on a terminal, else lines; nothing unless `show`.
+    """Make the display of a run on standard error: a bar on a terminal, else lines; nothing unless `show`.
 
-    `total_steps` is the length of the run in optimizer steps; None if it is not known. `loss_unit` names what
-    the job counts, to show its rate beside samples per second; None if it counts samples. `console` is standard
-    error if None.
+    `loss_unit` names what the job counts, to show its rate beside samples per second.
     """
     if not show:
         return ProgressDisplay()

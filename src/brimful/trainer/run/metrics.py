@@ -14,20 +14,14 @@ from brimful.job import Job
 
 
 class MetricSums:
-    """Sums of a job's metrics over samples, from which their means follow for any split of the data.
-
-    A job without metrics has no sums.
-    """
+    """Sums of a job's metrics over samples, from which their means follow for any split of the data."""
 
     def __init__(self, job: Job) -> None:
         self._summarize = job.summarize
         self._sums: dict[str, Tensor] = {}
 
     def add(self, means: Mapping[str, Tensor], samples: int) -> None:
-        """Add the metrics of a batch: means over its samples, as `read_metrics` returns them.
-
-        A batch of 0 samples adds nothing, whatever the values are.
-        """
+        """Add the metrics of a batch: means over its samples, as `read_metrics` returns them."""
         for name, value in means.items():
             before = self._sums.setdefault(name, torch.zeros_like(value))
             if before.shape != value.shape:

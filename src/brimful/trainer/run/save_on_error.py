@@ -28,10 +28,7 @@ class SaveOnError:
     memory: MemoryMeter
 
     def run(self, train: Callable[[], StopReason]) -> StopReason:
-        """Call `train`, which takes the steps of the run and writes its weights; save the run if that raises.
-
-        Errors of `train` pass on.
-        """
+        """Call `train`, which takes the steps of the run and writes its weights; save the run if it raises."""
         try:
             found = unless_out_of_memory(train)
         except NotFiniteStep as step:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -43,6 +43,7 @@ class RunFile:
     updates: NonNegativeInt
     """Number of steps that changed the parameters."""
     skipped_in_a_row: NonNegativeInt
+    """Number of steps that the loss scaler skipped since the last update."""
     epoch: PositiveInt
     """Number of the epoch, from 1."""
     batches: NonNegativeInt
@@ -84,10 +85,6 @@ class Checkpoint(RunFile):
     """The random state before the next batch is read."""
     epoch_random: RandomState
     """The random state at the start of the epoch, where a DataLoader draws the order of its samples."""
-
-    def with_optimizer(self, state: Mapping[str, Any]) -> Self:
-        """A copy with another `state_dict` of the optimizer."""
-        return replace(self, optimizer=dict(state))
 
     def run_document(self) -> dict[str, Any]:
         """The content of `run.json`."""

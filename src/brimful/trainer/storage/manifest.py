@@ -48,10 +48,7 @@ def by_step(saves: Path) -> list[Path]:
 
 
 def find_saves(run_dir: Path) -> list[Path]:
-    """List the directories of the saves of a run, the newest first; they may be damaged.
-
-    The list is empty without `saves/`.
-    """
+    """List the directories of the saves of a run, the newest first; they may be damaged."""
     saves = run_dir / SAVES
     if not os.path.lexists(saves):
         return []
@@ -106,10 +103,7 @@ def read_manifest(save: Path) -> Manifest:
 
 
 def manifest_text(step: int, files: Mapping[str, Any]) -> str:
-    """The JSON of a manifest; its last field is the digest of the others.
-
-    `files` has the size and digest of each file, as `digest_of` returns them.
-    """
+    """The JSON of a manifest; its last field is the digest of the others."""
     manifest = {"brimful_save": VERSION, "step": step, "files": files}
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps(manifest | {"sha256": digest}, indent=2) + "\n"

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -167,7 +167,7 @@ class Saves:
         if is_sharded:
             name = f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors"
             files[name] = own_shards(divided | divided_state)
-        state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
+        state = replace(checkpoint, optimizer=of_optimizer).state_document() if is_first else {}
         return _Copies(
             step=checkpoint.step,
             files=files,

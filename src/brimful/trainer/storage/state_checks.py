@@ -24,10 +24,7 @@ from brimful.trainer.storage.checkpoint import Checkpoint
 def check_parts(
     state: Checkpoint, optimizer: Optimizer, scheduler: LRScheduler | None, scaler: GradScaler | None
 ) -> None:
-    """Check that this run's optimizer, schedule and loss scaler can load a saved state.
-
-    A schedule or loss scaler that this run does not have is None; the saved run must not have it either.
-    """
+    """Check that this run's optimizer, schedule and loss scaler can load a saved state."""
     check_optimizer_state(optimizer, state.optimizer)
     for name, part, saved in (
         ("scheduler", scheduler, state.scheduler),
