@@ -264,7 +264,11 @@ def check_run_directory(path: Path) -> None:
 
 
 def check_restart(path: Path) -> None:
-    """Check that a run without a save can start from the beginning. Writes nothing."""
+    """Check that a run without a save can start from the beginning. Writes nothing.
+
+    Its `saves/` may have been moved, or be on a disk that is not mounted: what training wrote is
+    refused, not overwritten.
+    """
     present = entries(path)
     if saves := find_saves(path):
         raise ResumeError(
