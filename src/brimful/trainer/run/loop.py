@@ -54,27 +54,15 @@ class Run:
         self._runner = make_runner(run, self._logger)
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
         self._memory = MemoryMeter(
-            run.config,
-            run.state,
-            run.start,
-            self._runner,
-            batches=run.batches,
-            total_steps=run.total_steps,
+            run.config, run.state, run.start, self._runner, batches=run.batches, total_steps=run.total_steps
         )
         layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
-        checks = (
-            run.config.options.verify and not run.state.parallel.is_sharded
-        )  # else the capture could meet shards
+        checks = run.config.options.verify and not run.state.parallel.is_sharded  # a capture could meet shards
         refuse = partial(check_labels, run.config.job) if checks else None
         self._labels = LabelWatch.of_job(run.config.job, layout, refuse)
         self._epoch_length = EpochLengthCheck(run, self._logger)
-        self._self_correction = SelfCorrecting(
-            run.config,
-            run.state,
-            self._runner,
-            self._logger,
-        )
+        self._self_correction = SelfCorrecting(run.config, run.state, self._runner, self._logger)
 
     def train(self) -> TrainingResult:
         """Train to the end; afterwards the model has its own forward again, even after an error.
@@ -155,9 +143,7 @@ class Run:
         if self._run.data.validation is not None:
             validator = Validator(self._config, self._state, self._run.data, self._logger)
         stopped_because = None
-        if options.has_enough(
-            self._state.step
-        ):  # a resumed run, which may have ended before its last validation
+        if options.has_enough(self._state.step):  # a resumed run, which may have ended before it validated
             stream.restore_random()
             stopped_because = self._validate(validator)
         while not (options.has_enough(self._state.step) or options.is_past(stream.position.epoch)):

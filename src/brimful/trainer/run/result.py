@@ -13,11 +13,7 @@ from brimful.trainer.setup import RunContext
 
 
 def result_of(
-    run: RunContext,
-    history: RunHistory,
-    *,
-    peak: PeakMemory | None,
-    stopped_because: StopReason,
+    run: RunContext, history: RunHistory, *, peak: PeakMemory | None, stopped_because: StopReason
 ) -> TrainingResult:
     """The result of a run that has ended."""
     config = run.config

@@ -26,10 +26,7 @@ def check_parts(
 ) -> None:
     """Check that this run's optimizer, schedule and loss scaler can load a saved state."""
     check_optimizer_state(optimizer, state.optimizer)
-    for name, part, saved in (
-        ("scheduler", scheduler, state.scheduler),
-        ("scaler", scaler, state.scaler),
-    ):
+    for name, part, saved in (("scheduler", scheduler, state.scheduler), ("scaler", scaler, state.scaler)):
         if (part is None) != (saved is None):
             had, has = ("a", "none") if part is None else ("no", "one")
             raise ResumeError(f"the saved run had {had} {name}, and this one has {has}. Resume it as it was.")
