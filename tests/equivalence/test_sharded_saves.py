@@ -23,8 +23,8 @@ from brimful.distributed.gather import WholeModel
 from brimful.errors import ResumeError, SaveError
 from brimful.settings import Parallelism, Settings
 from brimful.trainer.storage import saves
-from brimful.trainer.storage.manifest import SAVES, SHARDS, manifest_text
-from brimful.trainer.storage.restore import newest_save
+from brimful.trainer.storage.restore import SAVES, manifest_text, newest_save
+from brimful.trainer.storage.shards import SHARDS
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
 

@@ -105,13 +105,13 @@ READERS = {
     "trainer/storage/checkpoint.py": {"decode_json": RUN},
     "trainer/monitor/history.py": {"parse_json": RUN},
     "trainer/resume.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
-    "trainer/storage/manifest.py": {
-        "read_regular_file": MANIFEST,
+    "trainer/storage/restore.py": {
+        "read_regular_file": RUN,
         "parse_json": MANIFEST,
+        "torch.load": STATE,
         "os.open": KINDS,
         "fdopen": KINDS,
     },
-    "trainer/storage/restore.py": {"read_regular_file": RUN, "torch.load": STATE},
     "trainer/storage/run_directory.py": {"read_bytes": KINDS, "os.open": LOCK, "fdopen": LOCK, "open": LOCK},
     "trainer/storage/saves.py": {"torch.load": OWN, "read_bytes": OWN},
     "trainer/storage/shards.py": {"HuggingFaceStorageReader": DIGESTS},

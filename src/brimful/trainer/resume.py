@@ -37,13 +37,13 @@ class Start:
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
     """Find and check the save that a run resumes from, or check that it can start; on all ranks together."""
     ranks.barrier()  # the first rank may still be writing the last save of an earlier run
-    saved = _newest_save(config, ranks)
+    saved, before = _newest_save(config, ranks), config.settings
     if saved is None:
         _check_run_directory(config, ranks)
-        before = config.settings
     else:
         _check_same_run(config, saved)
-        before = _settings_to_resume(config, saved)
+        if saved.checkpoint.asked_settings == before:  # else the plan has changed
+            before = saved.checkpoint.settings
     settings, fallback = _fallback(config, before, ranks)
     return Start(saved=saved, settings_of_save=before, settings=settings, fallback=fallback)
 
@@ -96,14 +96,10 @@ def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
     if (before.rates, before.schedule) != (rates, config.schedule_name):
         raise ResumeError(
             f"the run in {config.run_dir} was begun with learning rates and weight decays "
-            f"{_listed(before.rates)} and schedule {before.schedule}, and is to resume with "
-            f"{_listed(rates)} and {config.schedule_name}: it would not be the same run. Resume it as it was "
-            "begun, or begin another in a new run directory."
+            f"{list(map(list, before.rates))} and schedule {before.schedule}, and is to resume with "
+            f"{list(map(list, rates))} and {config.schedule_name}: it would not be the same run. Resume it as it "
+            "was begun, or begin another in a new run directory."
         )
-
-
-def _listed(rates: Rates) -> list[list[float]]:
-    return [list(group) for group in rates]
 
 
 def _newest_save(config: RunConfig, ranks: Ranks) -> Save | None:
@@ -148,12 +144,6 @@ def _check_same_run(config: RunConfig, saved: Save) -> None:
             f"{JOB} there) than {config.job.name!r} does now; of recipes, their files or flags have "
             "changed. Give the same, or begin another run in a new run directory."
         )
-
-
-def _settings_to_resume(config: RunConfig, saved: Save) -> Settings:
-    """The settings in force when the run was saved, unless the plan has changed."""
-    is_as_asked = saved.checkpoint.asked_settings == config.settings
-    return saved.checkpoint.settings if is_as_asked else config.settings
 
 
 def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:

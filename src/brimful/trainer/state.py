@@ -33,9 +33,8 @@ from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
 from brimful.trainer.step.ema import MovingAverage, check_average_fits
 from brimful.trainer.step.schedules import make_scheduler
-from brimful.trainer.storage.checkpoint import Checkpoint, Rates
-from brimful.trainer.storage.manifest import SAVES
-from brimful.trainer.storage.state_checks import check_parts
+from brimful.trainer.storage.checkpoint import Checkpoint, Rates, check_parts
+from brimful.trainer.storage.restore import SAVES
 from brimful.transforms import AppliedFormat, apply_memory_format
 
 

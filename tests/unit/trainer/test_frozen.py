@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from brimful.trainer import Callback
-from brimful.trainer.storage.manifest import SAVES, digest_of, manifest_text
-from brimful.trainer.storage.restore import newest_save
+from brimful.trainer.storage.restore import SAVES, digest_of, manifest_text, newest_save
 from brimful.trainer.storage.shards import load_model
 from brimful.trainer.storage.weights import TIED, read_tensors, write_or_link, write_tensors
 

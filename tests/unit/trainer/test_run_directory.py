@@ -15,7 +15,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.trainer.storage.manifest import SAVES
+from brimful.trainer.storage.restore import SAVES
 from brimful.trainer.storage.run_directory import (
     RunDirectory,
     check_restart,

@@ -20,8 +20,7 @@ from brimful.errors import DataError, ResumeError, SaveError, UsageError
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Callback, Trainer
-from brimful.trainer.storage.manifest import SAVES, manifest_text
-from brimful.trainer.storage.restore import newest_save
+from brimful.trainer.storage.restore import SAVES, manifest_text, newest_save
 from brimful.trainer.storage.saves import Saves
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")  # told in tests of their own

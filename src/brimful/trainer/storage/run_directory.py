@@ -41,7 +41,7 @@ from brimful.execution.out_of_memory import with_room
 from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.module_names import plain_state
 from brimful.quantities import format_bytes
-from brimful.trainer.storage.manifest import PARTIAL, SAVES, find_saves
+from brimful.trainer.storage.restore import PARTIAL, SAVES, find_saves
 from brimful.trainer.storage.weights import AVERAGE, BEST, TIED, WEIGHTS, distinct_tensors, write_tensors
 
 PLAN = "plan.json"

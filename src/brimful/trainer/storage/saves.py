@@ -38,14 +38,13 @@ from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.module_names import plain_namer
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
-from brimful.trainer.storage.manifest import (
+from brimful.trainer.storage.restore import (
     FROZEN,
     MANIFEST,
     MODEL,
     PARTIAL,
     RUN,
     SAVES,
-    SHARDS,
     STATE,
     by_step,
     digest_of,
@@ -54,7 +53,7 @@ from brimful.trainer.storage.manifest import (
     step_of,
 )
 from brimful.trainer.storage.run_directory import unused
-from brimful.trainer.storage.shards import divided_of_model, divided_of_optimizer, own_shards
+from brimful.trainer.storage.shards import SHARDS, divided_of_model, divided_of_optimizer, own_shards
 from brimful.trainer.storage.weights import TIED, distinct_tensors, write_or_link, write_tensors
 
 T = TypeVar("T")

@@ -31,9 +31,10 @@ from torch.optim import Optimizer
 
 from brimful.errors import ResumeError
 from brimful.module_names import plain_namer, plain_state, wrapped_state
-from brimful.trainer.storage.manifest import SHARDS
 from brimful.trainer.storage.weights import read_tied
 
+SHARDS = "shards"
+"""The directory of a save with the shards of all ranks."""
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys that DCP's reader looks for in a file."""
