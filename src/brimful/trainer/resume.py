@@ -97,8 +97,8 @@ def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
         raise ResumeError(
             f"the run in {config.run_dir} was begun with learning rates and weight decays "
             f"{list(map(list, before.rates))} and schedule {before.schedule}, and is to resume with "
-            f"{list(map(list, rates))} and {config.schedule_name}: it would not be the same run. Resume it as it "
-            "was begun, or begin another in a new run directory."
+            f"{list(map(list, rates))} and {config.schedule_name}: it would not be the same run. Resume it "
+            "as it was begun, or begin another in a new run directory."
         )
 
 
