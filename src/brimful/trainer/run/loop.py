@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -206,8 +206,9 @@ class Run:
         self._logger.add_step(record, self._memory.peak_text())
         steps = self._logger.history.steps
         if len(steps) == STEPS_BEFORE_ADVICE:
-            for note in _data_loading_notes(self._run, steps):
-                self._logger.progress.show_note(note)
+            on_gpu = self._config.device.type == "cuda"
+            for label, line in feeding_lines(steps, self._run.data_loading, on_gpu=on_gpu):
+                self._logger.progress.show_note(f"{label}  {line}")
         self._call("on_step", record)
         self._self_correction.after_step(record)
 
@@ -239,9 +240,3 @@ class Run:
         self._stop.handle(number)
         saved = "" if self._config.run_dir is None else "; the weights are saved"
         write_from_signal(f"\n{number.name}: ending after this step{saved}. Once more to stop at once.\n")
-
-
-def _data_loading_notes(run: RunContext, steps: Sequence[StepRecord]) -> list[str]:
-    """How long training waits for its data, and what may help; empty if it does not wait."""
-    on_gpu = run.config.device.type == "cuda"
-    return [f"{label}  {line}" for label, line in feeding_lines(steps, run.data_loading, on_gpu=on_gpu)]

@@ -219,7 +219,11 @@ def newest_save(
     found = _found_alike(run_dir, ranks)
     reasons = []
     for path in found:
-        reason, save = _read_or_reason(path, ranks, maps=maps)
+        reason, save = None, None
+        try:
+            save = _read(path, ranks, maps=maps)
+        except FileFormatError as error:
+            reason = str(error).removesuffix(".")
         refusal = next(filter(None, ranks.all_gather(reason)), None)
         if refusal is None:
             return save
@@ -252,13 +256,6 @@ def _found_alike(run_dir: Path, ranks: Ranks) -> list[Path]:
             "directory: put it on a file system that every machine has."
         )
     return found
-
-
-def _read_or_reason(path: Path, ranks: Ranks, *, maps: bool) -> tuple[str | None, Save | None]:
-    try:
-        return None, _read(path, ranks, maps=maps)
-    except FileFormatError as reason:
-        return str(reason).removesuffix("."), None
 
 
 def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:

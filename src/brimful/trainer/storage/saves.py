@@ -188,12 +188,15 @@ class Saves:
             raise
         except Exception as error:
             room = f"{_needed(copies)}{_free(self._directory)}"
+            before = "There is no checkpoint before it."
+            if self.saved_step is not None:
+                before = f"The checkpoint after step {self.saved_step} is complete."
             self._discard(unfinished)
             free_frames(error)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {room}\n"
-                f"  {self._before()}"
+                f"  {before}"
             ) from None
         self._is_checked = True
         return copies.step
@@ -201,11 +204,6 @@ class Saves:
     def _discard(self, partial: Path) -> None:
         if self._ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
-
-    def _before(self) -> str:
-        if self.saved_step is None:
-            return "There is no checkpoint before it."
-        return f"The checkpoint after step {self.saved_step} is complete."
 
     def set_aside_after(self, step: int) -> None:
         """Rename the refused saves after `step`, where the run resumes, so that they are not used again."""
