@@ -278,7 +278,7 @@ def test_the_error_of_a_failed_save_does_not_hold_the_copies_of_the_weights(
     held = []
 
     def fails(_saves, _partial, _path, copies, _files):
-        held.append(weakref.ref(next(iter(copies.tensors.values()))))
+        held.append(weakref.ref(next(iter(copies.files["model.safetensors"][0].values()))))
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Saves, "_finish", fails)
