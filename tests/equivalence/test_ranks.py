@@ -19,7 +19,7 @@ from brimful.job import Data, Job
 from brimful.results import Recovery, TrainingResult
 from brimful.settings import OptimizerImplementation, Parallelism, Settings
 from brimful.trainer import Trainer
-from brimful.trainer.storage.relaunch import read_fallback, write_fallback
+from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
@@ -94,11 +94,11 @@ def test_blocks_that_share_parameters_are_not_divided() -> None:
 def test_settings_that_ran_out_twice_before_a_save_are_lowered_twice(tmp_path: Path) -> None:
     begun, once, twice = (settings(2, accumulation=accumulation) for accumulation in (1, 2, 4))
     recovery = Recovery(step=1, during="step", message="", before="", after="", seconds=0.0)
-    write_fallback(tmp_path, begun, once, recovery)
-    write_fallback(tmp_path, begun, twice, recovery)
+    write_fallback(tmp_path, Fallback(before=begun, after=once, recovery=recovery))
+    write_fallback(tmp_path, Fallback(before=begun, after=twice, recovery=recovery))
     left = read_fallback(tmp_path, begun)
     assert left is not None
-    assert left[0] == twice
+    assert left.after == twice
     assert read_fallback(tmp_path, once) is None
 
 

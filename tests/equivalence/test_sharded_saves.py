@@ -22,10 +22,9 @@ from brimful.distributed.fsdp import Sharded
 from brimful.distributed.gather import WholeModel
 from brimful.errors import ResumeError, SaveError
 from brimful.settings import Parallelism, Settings
-from brimful.trainer.storage.manifest import SHARDS, manifest_text
-from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
-from brimful.trainer.storage.shards import Shards
+from brimful.trainer.storage import saves
+from brimful.trainer.storage.restore import SAVES, manifest_text, newest_save
+from brimful.trainer.storage.shards import SHARDS
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
 
@@ -231,20 +230,20 @@ def test_a_pickle_among_the_shards_is_never_loaded(saved_by_two: Path, tmp_path:
 
 def failed_on_one(run: str) -> tuple[str, list[str]]:
     """What this rank is told where the second cannot write its part."""
-    write = Shards.write
+    write = saves.write_tensors
 
-    def full(shards: Shards, path: Path) -> None:
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
         if path.name.startswith("00002"):
             raise OSError(28, "No space left on device")
-        write(shards, path)
+        write(tensors, path, metadata)
 
-    Shards.write = full  # type: ignore[method-assign]
+    saves.write_tensors = full
     try:
         trained(on(2), **OPTIONS, run_dir=Path(run), steps=8, resume=True)
     except SaveError as error:
         return str(error), [path.name for path in (Path(run) / SAVES).iterdir()]
     finally:
-        Shards.write = write  # type: ignore[method-assign]
+        saves.write_tensors = write
     raise AssertionError
 
 

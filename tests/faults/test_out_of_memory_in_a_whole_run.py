@@ -66,7 +66,7 @@ ONCE = {
     "checking weights for NaN": "has_finite_parameters",
     "copying for a save": "_copied",
     "the average in place of the weights": "in_place",
-    "validating": "means",
+    "validating": "_parts",
     "writing weights": "_save_weights",
 }
 
@@ -114,7 +114,7 @@ SHORT = {
     "weights are checked": ("has_finite_parameters", 20),
     "is copied to the host": ("_copied", 90),
     "takes the place of the weights": ("in_place", 8),
-    "in the validation": ("means", 40),
+    "in the validation": ("_parts", 40),
     "safetensors is written": ("_save_weights", 40),
 }
 

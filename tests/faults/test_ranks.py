@@ -83,20 +83,20 @@ JOB = """
 
     def killed_while_saving():
         # the second rank ends in the midst of its part of the third save
-        from brimful.trainer.storage.shards import Shards
+        from brimful.trainer.storage import saves
 
-        write, saves = Shards.write, []
+        write, written = saves.write_tensors, []
 
-        def write_a_half(shards, path):
-            saves.append(path)
-            write(shards, path)
-            if os.environ.get("RANK") == "1" and len(saves) == 3 and not marker.exists():
+        def write_a_half(tensors, path, metadata):
+            written.append(path)
+            write(tensors, path, metadata)
+            if os.environ.get("RANK") == "1" and len(written) == 3 and not marker.exists():
                 marker.touch()
                 os.truncate(path, path.stat().st_size // 2)
                 os.kill(os.getpid(), signal.SIGKILL)
 
         marker = Path(__file__).with_name("fault-was")
-        Shards.write = write_a_half
+        saves.write_tensors = write_a_half
 
     if WHAT == "kill while saving":
         WHAT = ""

@@ -11,7 +11,7 @@ import pytest
 from brimful.errors import ResumeError, RunDirectoryError
 from brimful.job import Data
 from brimful.trainer import Callback
-from brimful.trainer.storage.unsaved import check_restart
+from brimful.trainer.storage.run_directory import check_restart
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")
 

@@ -52,8 +52,8 @@ from brimful.settings import (
     UnitAction,
 )
 from brimful.trace import Correction
+from brimful.trainer.resume import Fallback
 from brimful.trainer.storage.checkpoint import RunFile
-from brimful.trainer.storage.relaunch import Fallback
 
 COUNTS = st.integers(1, 2**62)
 SIZES = st.integers(0, 2**62)

@@ -47,7 +47,7 @@ from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Action, ChunkedLoss, Precision, UnitAction
-from brimful.trainer.storage import relaunch
+from brimful.trainer.resume import read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
 from helpers.tiny_jobs import one_thread
@@ -203,7 +203,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("trace.json", "trace.json.gz"):
         bf.capture_trace(job(), BEFORE, "T4").save(folder / name)
     train(folder / "run", 2)
-    relaunch.write_fallback(folder, BEFORE, AFTER, RECOVERY)
+    write_fallback(folder, BEFORE, AFTER, RECOVERY)
     with caches_in(folder):
         key = calibrate._cache_key(T4)
         keep(calibrate.GPU_CACHE_FILE, "gpus", key, CALIBRATION, what="a test's calibration")
@@ -298,7 +298,7 @@ READERS = {
     "weights": Readable(name="run/weights.safetensors", read=lambda path: bf.load_weights(network(), path)),
     "names of tensors": Readable(name=TENSORS, read=lambda path: names_of_tensors(path.parent)),
     "index of tensors": Readable(name=INDEX, read=lambda path: names_of_tensors(path.parent)),
-    "launch before": Readable(name=FALLBACK, read=lambda path: relaunch.read_fallback(path.parent, BEFORE)),
+    "launch before": Readable(name=FALLBACK, read=lambda path: read_fallback(path.parent, BEFORE)),
     "calibration": Readable(name=CALIBRATIONS, read=with_calibration, may_refuse=False),
     "factors of a job": Readable(name=JOB_CALIBRATIONS, read=factors, is_sound=are_plausible),
     "table": Readable(name="texts.csv", read=text_job),
@@ -468,7 +468,7 @@ def test_weights_that_are_no_file_are_refused(place: Path, name: str, kind: str)
 def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, kind: str) -> None:
     put(kind, place / FALLBACK)
     with pytest.raises(BrimfulError), bounded():
-        relaunch.read_fallback(place, BEFORE)
+        read_fallback(place, BEFORE)
 
 
 # Data

@@ -363,7 +363,7 @@ def _with_rates(
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
     """Path of the plan of the run to resume; None to start a new run."""
-    from brimful.trainer.storage.unsaved import check_restart
+    from brimful.trainer.storage.run_directory import check_restart
 
     if not resume:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 from brimful.codec import to_builtins, to_json_document
 from brimful.devices import Device, RateCurve
 from brimful.quantities import format_bytes, format_seconds
+from brimful.report.layout import Part, Remark, Report, Row, as_text
 
 
 def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:
@@ -33,38 +34,35 @@ def _device_document(device: Device, path: str) -> dict[str, Any]:
 
 def calibration_text(device: Device, path: str) -> str:
     """The text of `brimful calibrate` for a device whose measurements are kept at `path`."""
-    return "\n".join(_lines(device, path))
-
-
-def _lines(device: Device, path: str) -> Iterator[str]:
     again = "" if device.was_measured_busy else "; `brimful calibrate --force` measures again"
-    yield f"{device.name}: {device.source}{again}"
+    heading = f"{device.name}: {device.source}{again}"
+    return as_text(Report(heading=heading, parts=tuple(_parts(device, path)), label_cells=24))
+
+
+def _parts(device: Device, path: str) -> Iterator[Part]:
     for curve in device.curves:
         kind, _, dtype = curve.kind.partition(":")
         if dtype:
-            yield f"  {f'{kind}, {dtype}':<24}{_rate_text(curve, 1e9, 'GFLOP/s')}"
+            yield Row(f"{kind}, {dtype}", _rate_text(curve, 1e9, "GFLOP/s"))
     streaming = next(curve for curve in device.curves if curve.kind == "elementwise")
-    yield f"  {'memory':<24}{_rate_text(streaming, 1e9, 'GB/s')}"
-    yield f"  {'launch of an op':<24}{format_seconds(device.launch_seconds)}"
+    yield Row("memory", _rate_text(streaming, 1e9, "GB/s"))
+    yield Row("launch of an op", format_seconds(device.launch_seconds))
     dispatch = device.dispatch
-    yield (
-        f"  {'with Python, autograd':<24}{format_seconds(dispatch.forward_seconds)} an op forward, "
-        f"{format_seconds(dispatch.backward_seconds)} backward, "
-        f"{format_seconds(dispatch.optimizer_seconds)} in the optimizer"
+    forward, backward = format_seconds(dispatch.forward_seconds), format_seconds(dispatch.backward_seconds)
+    update = format_seconds(dispatch.optimizer_seconds)
+    yield Row(
+        "with Python, autograd", f"{forward} an op forward, {backward} backward, {update} in the optimizer"
     )
     if device.kind == "cpu":
-        yield f"  {'in a GRU or RNN':<24}{format_seconds(dispatch.native_loop_seconds)} an op"
-    yield f"  {'a recomputed region':<24}{format_seconds(dispatch.region_seconds)} beside its ops"
-    forward_seconds, recompute_seconds = dispatch.selective_seconds
-    yield (
-        f"  {'results saved in it':<24}{format_seconds(forward_seconds)} an op forward, "
-        f"{format_seconds(recompute_seconds)} recomputed"
-    )
+        yield Row("in a GRU or RNN", f"{format_seconds(dispatch.native_loop_seconds)} an op")
+    yield Row("a recomputed region", f"{format_seconds(dispatch.region_seconds)} beside its ops")
+    forward, recompute = map(format_seconds, dispatch.selective_seconds)
+    yield Row("results saved in it", f"{forward} an op forward, {recompute} recomputed")
     if device.host_link_bytes_per_second is not None:
-        yield f"  {'host link, slower way':<24}{device.host_link_bytes_per_second / 1e9:.3g} GB/s"
+        yield Row("host link, slower way", f"{device.host_link_bytes_per_second / 1e9:.3g} GB/s")
     if device.context_bytes:
-        yield f"  {'CUDA context':<24}{format_bytes(device.context_bytes)}"
-    yield f"  kept in {path}"
+        yield Row("CUDA context", format_bytes(device.context_bytes))
+    yield Remark("", f"kept in {path}")
 
 
 def _rate_text(curve: RateCurve, unit: float, name: str) -> str:

@@ -10,11 +10,7 @@ from brimful.results import WAITING_FRACTION, DataLoading, StepRecord, steady_st
 def feeding_lines(
     steps: Sequence[StepRecord], loading: DataLoading | None, *, on_gpu: bool
 ) -> Iterator[tuple[str, str]]:
-    """Pairs of a label and a line on the data loading of a run: time spent waiting, and what would help.
-
-    `loading` is how batches are loaded; None if all samples are in one batch. Nothing is yielded if there is no
-    need.
-    """
+    """Pairs of a label and a line on the data loading of a run: time spent waiting, and what would help."""
     waited = waiting_fraction(steps)
     if waited >= WAITING_FRACTION:
         help_text = "" if loading is None else f": {_what_helps(steps, loading)}"

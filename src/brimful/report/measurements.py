@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-from brimful.planner import PlanCheck
+from brimful.planner import Plan, PlanCheck
 from brimful.quantities import format_bytes, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
-from brimful.results import Comparison, EquivalenceReport, Measurement
+from brimful.results import Comparison, EquivalenceReport, Measurement, SelfCorrection, TrainingResult
 from brimful.results.measurement import busy_text
 
 
-class _Compared(Protocol):
-    """What has been predicted and measured, in bytes and seconds; None where it was not."""
-
-    @property
-    def predicted_peak_allocated_bytes(self) -> int | None: ...
-    @property
-    def predicted_peak_reserved_bytes(self) -> int | None: ...
-    @property
-    def predicted_peak_device_bytes(self) -> int | None: ...
-    @property
-    def predicted_step_seconds(self) -> float | None: ...
-    @property
-    def measured_peak_allocated_bytes(self) -> int | None: ...
-    @property
-    def measured_peak_reserved_bytes(self) -> int | None: ...
-    @property
-    def measured_peak_device_bytes(self) -> int | None: ...
-    @property
-    def measured_step_seconds(self) -> float | None: ...
-
-
-def predicted_beside_measured(compared: _Compared) -> Listing:
+def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing:
     """A table of peaks and step time: predicted, measured, and how far apart. On a CPU there is one peak."""
     rows = [
         (name, _bytes(predicted), _bytes(measured), _error(predicted, measured))
@@ -46,11 +24,8 @@ def predicted_beside_measured(compared: _Compared) -> Listing:
     return Listing(line="  {:<20}{:>12}{:>12}{:>9}", heading=heading, rows=tuple(rows))
 
 
-def gauges(compared: _Compared, budget_bytes: int | None = None) -> Iterator[Gauge]:
-    """The largest peak and the step time as bars, predicted above measured, as far as both are known.
-
-    `budget_bytes` is the limit of the peak; None for none.
-    """
+def gauges(compared: Measurement | TrainingResult, budget_bytes: int | None = None) -> Iterator[Gauge]:
+    """The largest peak and the step time as bars, predicted above measured, as far as both are known."""
     _, predicted, measured = _peaks(compared)[-1]
     if predicted is not None and measured is not None:
         bars = _pair("peak", (predicted, _bytes(predicted)), (measured, _bytes(measured)))
@@ -67,7 +42,7 @@ def _pair(what: str, predicted: tuple[float, str], measured: tuple[float, str]) 
     )
 
 
-def _peaks(compared: _Compared) -> list[tuple[str, int | None, int | None]]:
+def _peaks(compared: Measurement | TrainingResult) -> list[tuple[str, int | None, int | None]]:
     peaks = [
         ("peak allocated", compared.predicted_peak_allocated_bytes, compared.measured_peak_allocated_bytes),
         ("peak reserved", compared.predicted_peak_reserved_bytes, compared.measured_peak_reserved_bytes),
@@ -161,3 +136,30 @@ def _why_over(check: PlanCheck) -> str:
 
 def _error(predicted: float | None, measured: float | None) -> str:
     return f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "-"
+
+
+def comparison_line(found: SelfCorrection, plan: Plan) -> str:
+    """Predicted beside measured, in one line."""
+    peak = "the peak was not measured"
+    if found.measured_peak_reserved_bytes is not None:
+        ratio = found.measured_peak_reserved_bytes / found.predicted_peak_reserved_bytes
+        over = f", OVER the budget of {format_bytes(plan.budget_bytes)}" if found.exceeds_budget else ""
+        peak = (
+            f"peak {format_bytes(found.predicted_peak_reserved_bytes)} predicted, "
+            f"{format_bytes(found.measured_peak_reserved_bytes)} measured (× {ratio:.2f}){over}"
+        )
+    ratio = found.measured_step_seconds / found.predicted_step_seconds
+    busy = busy_text(found.core_wait_fraction)
+    return (
+        f"step {found.step}  step time {format_seconds(found.predicted_step_seconds)} predicted, "
+        f"{format_seconds(found.measured_step_seconds)} measured (× {ratio:.2f}); {peak}"
+        f"{f'; {busy}' if busy else ''}"
+    )
+
+
+def plan_again_line(found: SelfCorrection) -> str:
+    """Why another plan, made with the measured factors, would be better, in one line."""
+    why = "the plan exceeds its budget"
+    if not found.exceeds_budget:
+        why = "memory is left with which a step may be faster"
+    return f"{why}: plan again, with predictions corrected by what was measured"

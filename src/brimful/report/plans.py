@@ -1,10 +1,11 @@
-"""Estimates and plans for a reader."""
+"""Estimates, plans and exported plans for a reader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from brimful.exports import Export
 from brimful.memory import ModuleShare
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
@@ -430,3 +431,24 @@ def _compact(units: tuple[str, ...]) -> str:
 
 def _signed(size_bytes: int) -> str:
     return ("+" if size_bytes >= 0 else "−") + format_bytes(abs(size_bytes))
+
+
+def export_report(export: Export) -> Report:
+    """How a step runs with an exported file, what of the plan it lacks, and what the user sets."""
+    return Report(
+        heading=f"for {export.tool}: {export.settings.describe()}",
+        parts=tuple(_export_parts(export)),
+    )
+
+
+def _export_parts(export: Export) -> Iterator[Part]:
+    for each in export.not_expressed:
+        yield Row("not expressed", each)
+    if export.predicted_peak_device_bytes is not None and export.budget_bytes is not None:
+        verdict = "fits" if export.fits else "DOES NOT FIT; plan with recompute='all' or a smaller budget"
+        peak, budget = format_bytes(export.predicted_peak_device_bytes), format_bytes(export.budget_bytes)
+        yield Row("predicted peak", f"{peak} of {budget}: {verdict}")
+    for name, value in export.environment:
+        yield Row("environment", f"{name}={value}")
+    for remark in export.remarks:
+        yield Remark("", f"- {remark}")

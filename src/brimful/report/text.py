@@ -7,12 +7,11 @@ from functools import singledispatch
 from brimful.exports import Export
 from brimful.planner import GpuSurvey, Plan, PlanCheck
 from brimful.prediction import Estimate
-from brimful.report.exports import export_report
 from brimful.report.gpus import gpus_text
 from brimful.report.html import as_html, preformatted
 from brimful.report.layout import Report, as_text
 from brimful.report.measurements import check_report, comparison_text, equivalence_report, measurement_report
-from brimful.report.plans import estimate_report, plan_report
+from brimful.report.plans import estimate_report, export_report, plan_report
 from brimful.report.training import summary_report
 from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
-from brimful.report.layout import Report, Row, listing_lines, part_lines
+from brimful.report.layout import Part, Remark, Report, Row, as_text
 from brimful.report.measurements import gauges, predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
 from brimful.results.measurement import busy_text
@@ -26,7 +26,9 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
 
     `plain` is the same job trained without a plan from the same seed, if that was run.
     """
-    return "\n".join(_lines(result, plain))
+    steps = len(result.steps)
+    heading = f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{_ended(result)}"
+    return as_text(Report(heading=heading, parts=tuple(_parts(result, plain)), label_cells=_LABEL_CELLS))
 
 
 def summary_report(result: TrainingResult) -> Report:
@@ -73,25 +75,24 @@ def sparkline(values: Sequence[float], low: float, high: float, cells: int = _SP
     return "".join(_SPARKS[min(max(round((mean - low) / span * top), 0), top)] for mean in means)
 
 
-def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
-    steps = len(result.steps)
-    yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{_ended(result)}"
-    yield f"  settings            {result.settings.describe()}"
+def _parts(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Part]:
+    yield Row("settings", result.settings.describe())
     if result.certificate is not None:
-        yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
-    yield from listing_lines(predicted_beside_measured(result))
-    yield from part_lines(tuple(_not_measured(result)), _LABEL_CELLS)
+        yield from (Remark("", str(comparison)) for comparison in result.certificate.comparisons)
+    yield predicted_beside_measured(result)
+    yield from _not_measured(result)
     yield from _slower_cpu(result)
     yield from _budget(result)
     yield from _throughput(result)
     yield from _recoveries(result)
-    yield from (f"  note                {note}" for note in result.notes)
-    yield from _feeding(result)
+    yield from (Row("note", note) for note in result.notes)
+    for label, line in feeding_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu"):
+        yield Row(label, line)
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)
     yield from _validation(result, plain)
     if result.run_dir is not None or _is_unfinished(result):
-        yield f"  run directory       {_run_directory(result)}"
+        yield Row("run directory", _run_directory(result))
 
 
 def _ended(result: TrainingResult) -> str:
@@ -127,27 +128,25 @@ def _not_measured(result: TrainingResult) -> Iterator[Row]:
         )
 
 
-def _slower_cpu(result: TrainingResult) -> Iterator[str]:
+def _slower_cpu(result: TrainingResult) -> Iterator[Row]:
     """Why a step on a CPU may have taken much longer than was predicted."""
     predicted, measured = result.predicted_step_seconds, result.measured_step_seconds
     found = result.self_correction
     if found is not None and (busy := busy_text(found.core_wait_fraction)):
-        yield f"  busy machine        {busy}"
+        yield Row("busy machine", busy)
     elif result.device == "cpu" and predicted and measured and measured > _MUCH_SLOWER * predicted:
-        yield "                      times on a CPU hold while nothing else, such as workers, computes on it"
+        yield Row("", "times on a CPU hold while nothing else, such as workers, computes on it")
 
 
-def _budget(result: TrainingResult) -> Iterator[str]:
+def _budget(result: TrainingResult) -> Iterator[Row]:
     peak = result.measured_peak_device_bytes or result.measured_peak_reserved_bytes
     if result.budget_bytes is not None and peak is not None:
         within = "within" if peak <= result.budget_bytes else "OVER"
-        yield (
-            f"  budget              {format_bytes(result.budget_bytes)}: {within}, "
-            f"{peak / result.budget_bytes:.1%} of it used"
-        )
+        used = f"{peak / result.budget_bytes:.1%} of it used"
+        yield Row("budget", f"{format_bytes(result.budget_bytes)}: {within}, {used}")
 
 
-def _recoveries(result: TrainingResult) -> Iterator[str]:
+def _recoveries(result: TrainingResult) -> Iterator[Row]:
     """How often memory ran out, and to what that led."""
     if not result.recoveries:
         return
@@ -155,16 +154,10 @@ def _recoveries(result: TrainingResult) -> Iterator[str]:
     lost = format_seconds(sum(recovery.seconds for recovery in result.recoveries))
     changed = [recovery for recovery in result.recoveries if recovery.before != recovery.after]
     how = f"; in the end {changed[-1].after}" if changed else ""
-    yield f"  memory ran out      {times} time{'s' if times > 1 else ''}, {lost} lost, no step{how}"
+    yield Row("memory ran out", f"{times} time{'s' if times > 1 else ''}, {lost} lost, no step{how}")
 
 
-def _feeding(result: TrainingResult) -> Iterator[str]:
-    """How much of the time training waited for its data and what would help, if it is significant."""
-    lines = feeding_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu")
-    yield from (f"  {label:<20}{line}" for label, line in lines)
-
-
-def _throughput(result: TrainingResult) -> Iterator[str]:
+def _throughput(result: TrainingResult) -> Iterator[Row]:
     """Samples and what the job counts per second, waiting included, and the part of the device's peak."""
     samples, counted = result.samples_per_second, result.terms_per_second
     said = [] if samples is None or counted is None else format_rates(samples, counted, result.loss_unit)
@@ -172,13 +165,13 @@ def _throughput(result: TrainingResult) -> Iterator[str]:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
     if said:
-        yield f"  throughput          {', '.join(said)}; mean, waiting for data included"
+        yield Row("throughput", f"{', '.join(said)}; mean, waiting for data included")
 
 
-def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Remark]:
     if plain is None or plain.measured_peak_allocated_bytes is None:
         return
-    line = f"  the baseline took {format_bytes(plain.measured_peak_allocated_bytes)}"
+    line = f"the baseline took {format_bytes(plain.measured_peak_allocated_bytes)}"
     if plain.measured_step_seconds is not None and result.measured_step_seconds is not None:
         ratio = result.measured_step_seconds / plain.measured_step_seconds
         line += f" and {format_seconds(plain.measured_step_seconds)} a step; "
@@ -189,10 +182,10 @@ def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterato
             if is_busy
             else f"the plan took {ratio:.2f} × that time"
         )
-    yield line
+    yield Remark("", line)
 
 
-def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Row]:
     curves = (
         [("loss", result.losses)]
         if plain is None
@@ -202,13 +195,13 @@ def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[st
     for name, losses in curves:
         if losses and every:
             spark = sparkline(losses, min(every), max(every))
-            yield f"  {name:<20}{losses[0]:.4f} → {losses[-1]:.4f}  {spark}"
+            yield Row(name, f"{losses[0]:.4f} → {losses[-1]:.4f}  {spark}")
     if plain is not None and plain.losses and result.losses:
         difference = largest_loss_difference(result, plain)
         said = "none: equal to the last bit" if difference == 0 else f"{difference:.2g} at most"
-        yield f"  difference          {said}, over {min(len(plain.losses), len(result.losses))} steps"
+        yield Row("difference", f"{said}, over {min(len(plain.losses), len(result.losses))} steps")
         if difference:
-            yield from (f"                      {reason}" for reason in _why_different(result, plain))
+            yield from (Row("", reason) for reason in _why_different(result, plain))
 
 
 def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[str]:
@@ -229,14 +222,14 @@ def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[st
         yield "the loss is computed in chunks: sums in another order"
 
 
-def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Row]:
     if not result.validations:
         return
     last = result.validations[-1]
     parts = [f"loss {last.loss:.4f}", *(f"{name} {value:.4f}" for name, value in last.metrics.items())]
-    line = f"  validation          {', '.join(parts)} ({last.samples} samples)"
+    line = f"{', '.join(parts)} ({last.samples} samples)"
     if plain is not None and plain.validations:
         other = plain.validations[-1]
         line += f"; plain: loss {other.loss:.4f}"
         line += "".join(f", {name} {value:.4f}" for name, value in other.metrics.items())
-    yield line
+    yield Row("validation", line)

@@ -7,10 +7,7 @@ They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.me
 from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
-from brimful.results.self_correction import (
-    JobCalibration,
-    SelfCorrection,
-)
+from brimful.results.self_correction import JobCalibration, SelfCorrection
 from brimful.results.training_run import (
     WAITING_FRACTION,
     DataLoading,

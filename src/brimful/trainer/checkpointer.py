@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from brimful.errors import SaveError, UsageError
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
-from brimful.trainer.resume import check_rates, run_identity
+from brimful.trainer.resume import check_rates
 from brimful.trainer.state import TrainState, whole_model
 from brimful.trainer.step.not_finite import is_finite_on_all_ranks, update_not_finite
 from brimful.trainer.storage.checkpoint import Checkpoint
@@ -19,32 +19,28 @@ from brimful.trainer.storage.restore import Save
 from brimful.trainer.storage.weights import AVERAGE
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Checkpointer:
     """Saves the state of a run after its latest step, and restores it."""
 
-    def __init__(self, *, config: RunConfig, state: TrainState, logger: RunLogger) -> None:
-        self._config = config
-        self._state = state
-        self._logger = logger
-        self._saves = logger.files.saves
-        self._requested_step: int | None = None
-        """The step of the latest save requested; None before the first, and after one failed."""
+    config: RunConfig
+    state: TrainState
+    logger: RunLogger
+    _requested_step: int | None = None
+    """The step of the latest save requested; None before the first, and after one failed."""
 
     def restore(self, saved: Save) -> None:
-        """Load a checkpoint into the state; the model already has its weights.
-
-        Raises ResumeError if it does not match this optimizer, schedule or loss scaler, or has other rates.
-        """
-        optimizer_state = saved.optimizer_state_for(self._state.optimizer)
-        self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
+        """Load a checkpoint into the state; the model already has its weights."""
+        optimizer_state = saved.optimizer_state_for(self.state.optimizer)
+        self.state.load_state_dict(replace(saved.checkpoint, optimizer=optimizer_state))
         saved.release()
-        check_rates(self._config, self._state.rates, saved)
+        check_rates(self.config, self.state.rates, saved)
         self._requested_step = saved.step
 
     def save_if_due(self) -> None:
         """Save a checkpoint every `save_every` steps."""
-        every = self._config.options.save_every
-        if every is not None and self._state.step % every == 0:
+        every = self.config.options.save_every
+        if every is not None and self.state.step % every == 0:
             self.save()
 
     def save(self) -> None:
@@ -53,40 +49,38 @@ class Checkpointer:
         If a save fails, this shows it and training continues with the saves before it; only the first save
         raises SaveError. Raises UsageError if the state cannot be loaded without running code.
         """
-        state, run_dir = self._state, self._config.run_dir
+        state, run_dir = self.state, self.config.run_dir
         if run_dir is None:
             return
         needs_save = state.ranks.any(self._requested_step != state.step)
         if not needs_save or not is_finite_on_all_ranks(state.model, state.ranks):
             return
-        checkpoint = Checkpoint(run=run_identity(self._config, state.rates), state=state.state_dict())
+        checkpoint = state.state_dict(self.config)
         model = state.model if state.parallel.saves_parts else whole_model(state, run_dir)
         self._write(model, checkpoint)
         self._requested_step = state.step
 
     def _write(self, model: nn.Module, checkpoint: Checkpoint) -> None:
         """Write a checkpoint with the records so far, after the save under way."""
-        if self._saves is None:
+        if self.logger.saves is None:
             return
         try:
             self.wait_for_save()
         except SaveError as error:
-            self._logger.progress.show_note(str(error))
+            self.logger.progress.show_note(str(error))
             with suppress(SaveError):  # the disk may be full
-                self._logger.files.append_message("failed save", str(error))
-        validations = tuple(self._logger.history.validations)
-        metrics_bytes = self._logger.files.flush_metrics()
-        self._saves.write(model, replace(checkpoint, validations=validations, metrics_bytes=metrics_bytes))
+                self.logger.append("failed save", str(error))
+        validations = tuple(self.logger.history.validations)
+        metrics_bytes = self.logger.flush_metrics()
+        self.logger.saves.write(
+            model, replace(checkpoint, validations=validations, metrics_bytes=metrics_bytes)
+        )
 
     def wait_for_save(self) -> None:
-        """Wait until the save under way is on the disk.
-
-        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
-        cannot be loaded without running code.
-        """
-        if self._saves is not None:
+        """Wait until the save under way is on the disk."""
+        if self.logger.saves is not None:
             try:
-                self._saves.wait()
+                self.logger.saves.wait()
             except (SaveError, UsageError):
                 self._requested_step = None
                 raise
@@ -94,36 +88,29 @@ class Checkpointer:
     @property
     def saved_step(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none, or if other ranks write them."""
-        return None if self._saves is None else self._saves.saved_step
+        return None if self.logger.saves is None else self.logger.saves.saved_step
 
     def save_weights(self) -> None:
-        """Write the weights, and their average.
-
-        Raises NonFiniteError if the weights are NaN or infinite, SaveError if they cannot be written; the files
-        before them stay.
-        """
-        state = self._state
+        """Write the weights, and their average."""
+        state = self.state
         state.ranks.broadcast_buffers(state.model)
         if not is_finite_on_all_ranks(state.model, state.ranks):
             raise update_not_finite(state.step, state.settings, self.earlier_weights())
         self.write_weights()
         if state.average is not None:
             with state.average.in_place():
-                self._logger.files.write_weights(state.model, AVERAGE, state.step)
+                self.logger.write_weights(state.model, AVERAGE, state.step)
 
     def write_weights(self) -> Path | None:
-        """Write the weights, unchecked, and return their path; None without a run directory.
-
-        Raises SaveError if they cannot be written; the file before them stays.
-        """
-        run_dir, files = self._config.run_dir, self._logger.files
+        """Write the weights, unchecked, and return their path; None without a run directory."""
+        run_dir = self.config.run_dir
         if run_dir is not None:
-            files.write_latest_weights(whole_model(self._state, run_dir), self._state.step)
-        return files.weights_path
+            self.logger.write_latest_weights(whole_model(self.state, run_dir), self.state.step)
+        return self.logger.weights_path
 
     def earlier_weights(self) -> str:
         """Describe where the latest weights written are."""
-        files = self._logger.files
-        if files.weights_step is None:
+        logger = self.logger
+        if logger.weights_step is None:
             return "none were saved before"
-        return f"after step {files.weights_step}, {files.weights_path}"
+        return f"after step {logger.weights_step}, {logger.weights_path}"

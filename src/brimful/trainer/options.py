@@ -66,6 +66,37 @@ class TrainOptions(LoopOptions):
             raise UsageError(f"ema_decay is {decay!r}; it must be at least 0 and less than 1, such as 0.999.")
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 
+    @property
+    def last_epoch(self) -> int | None:
+        """Number of the last epoch: 1 unless epochs or steps are given; None without a limit."""
+        return 1 if self.epochs is None and self.steps is None else self.epochs
+
+    def total_steps(self, steps_per_epoch: int | None) -> int | None:
+        """Optimizer steps of the whole run; None if neither the data nor the options have them.
+
+        If `steps_per_epoch` is None, as the data do not report it, the run may end with its epochs, before this
+        number of steps.
+        """
+        if self.last_epoch is None or steps_per_epoch is None:
+            return self.steps
+        return self.at_most_steps(self.last_epoch * steps_per_epoch)
+
+    def at_most_steps(self, steps: int) -> int:
+        """A number of steps, or the requested one if that is smaller."""
+        return steps if self.steps is None else min(steps, self.steps)
+
+    def has_enough(self, steps: int) -> bool:
+        """Whether the requested number of steps is taken."""
+        return self.steps is not None and steps >= self.steps
+
+    def is_out_of_patience(self, validations_without_improvement: int) -> bool:
+        """Whether early stopping ends the run."""
+        return self.patience is not None and validations_without_improvement >= self.patience
+
+    def is_past(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 1, comes after the last."""
+        return self.last_epoch is not None and epoch > self.last_epoch
+
 
 class TrainKeywords(TypedDict, total=False):
     """The options of `Trainer` and `fit`, for type checkers."""
@@ -91,41 +122,6 @@ class TrainKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """The length of a run."""
-
-    epochs: int | None
-    """Maximum passes over the training data; None without a limit."""
-    steps: int | None
-    """Maximum optimizer steps; None without a limit."""
-    patience: int | None
-    """Maximum validations in a row without a lower loss; None without a limit."""
-
-    def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """Optimizer steps of the whole run; None if neither the data nor the options have them.
-
-        If `steps_per_epoch` is None, as the data do not report it, the run may end with its epochs, before this
-        number of steps.
-        """
-        if self.epochs is None or steps_per_epoch is None:
-            return self.steps
-        by_epochs = self.epochs * steps_per_epoch
-        return by_epochs if self.steps is None else min(by_epochs, self.steps)
-
-    def has_enough(self, steps: int) -> bool:
-        """Whether the requested number of steps is taken."""
-        return self.steps is not None and steps >= self.steps
-
-    def is_out_of_patience(self, validations_without_improvement: int) -> bool:
-        """Whether early stopping ends the run."""
-        return self.patience is not None and validations_without_improvement >= self.patience
-
-    def is_past(self, epoch: int) -> bool:
-        """Whether an epoch, counted from 1, comes after the last."""
-        return self.epochs is not None and epoch > self.epochs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """The configuration of a run."""
 
@@ -142,16 +138,15 @@ class RunConfig:
     """Whether this rank shows progress."""
 
     @property
-    def length(self) -> Length:
-        """The length of the run: one epoch, unless the options have epochs or steps."""
-        options = self.options
-        epochs = 1 if options.epochs is None and options.steps is None else options.epochs
-        return Length(epochs=epochs, steps=options.steps, patience=options.patience)
-
-    @property
     def run_dir(self) -> Path | None:
         """The run directory; None writes nothing."""
         return None if self.options.run_dir is None else Path(self.options.run_dir)
+
+    @property
+    def schedule_name(self) -> str | None:
+        """The `Schedule` as text; None without one, and for a scheduler made by a function."""
+        schedule = self.options.schedule
+        return str(schedule) if isinstance(schedule, Schedule) else None
 
     @property
     def loss_unit(self) -> str | None:

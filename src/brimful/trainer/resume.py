@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
+from brimful.codec import decode_json, read_regular_file, to_json_document
 from brimful.distributed.ranks import Ranks
 from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
+from brimful.files import write_file
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.trainer.options import RunConfig
-from brimful.trainer.step.schedules import Schedule
-from brimful.trainer.storage.checkpoint import Rates, RunIdentity
-from brimful.trainer.storage.relaunch import read_fallback, write_fallback
+from brimful.trainer.storage.checkpoint import Rates
 from brimful.trainer.storage.restore import Save, newest_save
-from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_run_directory
-from brimful.trainer.storage.unsaved import check_restart
+from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_restart, check_run_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +35,31 @@ class Start:
 
 
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
-    """Find the save that a run resumes from, and check that it is of this run; else check that it can start.
-
-    All ranks call this together. Raises RunDirectoryError if the run directory is not empty or cannot be
-    written to, ResumeError if there is no complete checkpoint, or the checkpoints are of another run.
-    """
+    """Find and check the save that a run resumes from, or check that it can start; on all ranks together."""
     ranks.barrier()  # the first rank may still be writing the last save of an earlier run
-    saved = _newest_save(config, ranks)
+    saved, before = _newest_save(config, ranks), config.settings
     if saved is None:
         _check_run_directory(config, ranks)
-        before = config.settings
     else:
         _check_same_run(config, saved)
-        before = _settings_to_resume(config, saved)
+        if saved.checkpoint.asked_settings == before:  # else the plan has changed
+            before = saved.checkpoint.settings
     settings, fallback = _fallback(config, before, ranks)
     return Start(saved=saved, settings_of_save=before, settings=settings, fallback=fallback)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """The content of `fallback.json`: smaller settings for the next launch, after a rank ran out of memory.
+
+    The other ranks are blocked in a collective on gradients that never come, and cannot undo their step. So the
+    run ends, and the launcher starts it again from the last save.
+    """
+
+    before: Settings
+    """The settings of the last save, or those that the run started with."""
+    after: Settings
+    recovery: Recovery
 
 
 def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: Recovery) -> str:
@@ -55,42 +67,39 @@ def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: R
     run_dir = config.run_dir
     if run_dir is None:
         return f"Without a run directory nothing is saved. Train with {after.describe()}."
-    write_fallback(run_dir, start.settings_of_save, after, recovery)
+    write_fallback(run_dir, Fallback(before=start.settings_of_save, after=after, recovery=recovery))
     return (
         "Launched again with resume, as `torchrun --max-restarts` does, the run resumes from its last save "
         f"in {run_dir} with {after.describe()}."
     )
 
 
-def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
-    """Make the identity of a run, to save: a checkpoint with another identity is of another run."""
-    schedule = config.options.schedule
-    return RunIdentity(
-        settings=config.settings,
-        seed=config.options.seed,
-        about=config.about,
-        rates=rates,
-        schedule=str(schedule) if isinstance(schedule, Schedule) else None,
-    )
+def write_fallback(run_dir: Path, fallback: Fallback) -> None:
+    """Write the settings for the next launch to the run directory, which all ranks see."""
+    partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
+    write_file(partial, json.dumps(to_json_document(fallback), indent=2) + "\n", follows_links=False)
+    partial.replace(run_dir / FALLBACK)
+
+
+def read_fallback(run_dir: Path, before: Settings) -> Fallback | None:
+    """Read what the last launch left for a run that starts with the settings `before`; None if nothing."""
+    path = run_dir / FALLBACK
+    if not os.path.lexists(path):
+        return None
+    found = decode_json(read_regular_file(path, what="file"), Fallback, where=str(path))
+    return found if found.before == before else None
 
 
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
-    """Check that learning rates, weight decays and schedule are those of the save, which would override them.
-
-    Raises ResumeError if they differ.
-    """
-    before, now = saved.checkpoint.run, run_identity(config, rates)
-    if (before.rates, before.schedule) != (now.rates, now.schedule):
+    """Check that learning rates, weight decays and schedule are those of the save."""
+    before = saved.checkpoint
+    if (before.rates, before.schedule) != (rates, config.schedule_name):
         raise ResumeError(
             f"the run in {config.run_dir} was begun with learning rates and weight decays "
-            f"{_listed(before.rates)} and schedule {before.schedule}, and is to resume with "
-            f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
-            "begun, or begin another in a new run directory."
+            f"{list(map(list, before.rates))} and schedule {before.schedule}, and is to resume with "
+            f"{list(map(list, rates))} and {config.schedule_name}: it would not be the same run. Resume it "
+            "as it was begun, or begin another in a new run directory."
         )
-
-
-def _listed(rates: Rates) -> list[list[float]]:
-    return [list(group) for group in rates]
 
 
 def _newest_save(config: RunConfig, ranks: Ranks) -> Save | None:
@@ -119,11 +128,10 @@ def _check_run_directory(config: RunConfig, ranks: Ranks) -> None:
 
 
 def _check_same_run(config: RunConfig, saved: Save) -> None:
-    asked = saved.checkpoint.run
-    run_dir = config.run_dir
+    asked, run_dir = saved.checkpoint, config.run_dir
     for name, before, now in (
         ("seed", asked.seed, config.options.seed),
-        ("global batch size", asked.settings.global_batch_size, config.settings.global_batch_size),
+        ("global batch size", asked.asked_settings.global_batch_size, config.settings.global_batch_size),
     ):
         if before != now:
             raise ResumeError(
@@ -138,26 +146,15 @@ def _check_same_run(config: RunConfig, saved: Save) -> None:
         )
 
 
-def _settings_to_resume(config: RunConfig, saved: Save) -> Settings:
-    """The settings in force when the run was saved, unless the plan has changed."""
-    if saved.checkpoint.run.settings != config.settings:
-        return config.settings
-    return saved.checkpoint.state.settings
-
-
 def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
     """The smaller settings that the last launch stored, and why; else the given settings, and None."""
     if config.options.resume and ranks.is_distributed:
         assert config.run_dir is not None
         try:
             left = read_fallback(config.run_dir, settings)
-        except (
-            FileFormatError,
-            KeyError,
-            TypeError,
-        ) as error:  # the run continues with the settings of the save
+        except (FileFormatError, KeyError, TypeError) as error:  # the run continues without it
             warnings.warn(f"{FALLBACK} is not used: {error}", stacklevel=3)
             left = None
         if left is not None:
-            return left
+            return left.after, left.recovery
     return settings, None

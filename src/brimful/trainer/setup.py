@@ -20,9 +20,7 @@ from brimful.trainer.data.batches import (
 from brimful.trainer.data.rng import seed_all
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import RunLogger
-from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
-from brimful.trainer.monitor.run_files import RunFiles
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start, find_start, store_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
@@ -37,21 +35,19 @@ class RunContext:
     """A run before its first step."""
 
     config: RunConfig
-    ranks: Ranks
     start: Start
     data: Data
     batches: Batches
     """The batches of the training data."""
     data_loading: DataLoading | None
     """How the training data are loaded; None if they are in memory."""
-    utilisation: Utilisation
     certificate: EquivalenceReport | None
     state: TrainState
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if that is not known."""
-        return self.config.length.total_steps(self.batches.steps_per_epoch)
+        return self.config.options.total_steps(self.batches.steps_per_epoch)
 
 
 def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
@@ -82,7 +78,6 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
             raise UsageError("a training_sample is evaluated beside validation data: Data(validation=…).")
         check_validation(data.training_sample, layout, name="training_sample")
     refuse_single_samples(config.job, data, batches, start.settings.micro_batch_size)
-    utilisation = Utilisation(config.plan, config.job)
     model = seeded_model(config, start)
     if ranks.is_first:
         batches.warn_small_batches(model)
@@ -93,16 +88,14 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
         start,
         ranks,
         BatchStream(batches, ranks=ranks),
-        total_steps=config.length.total_steps(batches.steps_per_epoch),
+        total_steps=config.options.total_steps(batches.steps_per_epoch),
     )
     return RunContext(
         config=config,
-        ranks=ranks,
         start=start,
         data=data,
         batches=batches,
         data_loading=data_loading(data.train),
-        utilisation=utilisation,
         certificate=certificate,
         state=state,
     )
@@ -111,16 +104,15 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
 def make_logger(run: RunContext) -> RunLogger:
     """Make the logger of a run. Only the first rank writes files, except for sharded saves."""
     config = run.config
-    files = RunFiles(
-        config.run_dir if run.ranks.is_first else None,
+    return RunLogger(
+        run_dir=config.run_dir if run.state.ranks.is_first else None,
         plan=config.plan or config.settings,
         job=config.job,
         may_resume=config.options.resume,
         resumed=run.start.saved,
         saves=_make_saves(run),
+        progress=make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit),
     )
-    progress = make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit)
-    return RunLogger(files, progress)
 
 
 def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
@@ -138,13 +130,13 @@ def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
 
 def _make_saves(run: RunContext) -> Saves | None:
     """Every rank writes its shard where the model is sharded; elsewhere the first rank writes all."""
-    run_dir, is_sharded = run.config.run_dir, run.state.parallel.saves_parts
-    if run_dir is None or not (is_sharded or run.ranks.is_first):
+    run_dir, ranks, is_sharded = run.config.run_dir, run.state.ranks, run.state.parallel.saves_parts
+    if run_dir is None or not (is_sharded or ranks.is_first):
         return None
     saved = run.start.saved
     return Saves(
         run_dir,
         keep=run.config.options.keep_saves,
-        ranks=run.ranks.apart() if is_sharded else SINGLE,
+        ranks=ranks.apart() if is_sharded else SINGLE,
         saved_step=None if saved is None else saved.step,
     )

@@ -2,7 +2,7 @@
 
 A checkpoint holds `TrainState.state_dict()` beside parameters and buffers; `load_state_dict` resumes from it.
 Each part saves and loads itself: optimizer, schedule, loss scaler, moving average, batch stream, random states.
-To add a part, add it here and to `StateDict` in `storage/checkpoint.py`, which has its schema.
+To add a part, add it here and to `Checkpoint` in `storage/checkpoint.py`, which has its schema.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
 from brimful.trainer.step.ema import MovingAverage, check_average_fits
 from brimful.trainer.step.schedules import make_scheduler
-from brimful.trainer.storage.checkpoint import Rates, StateDict
-from brimful.trainer.storage.run_directory import SAVES
-from brimful.trainer.storage.state_checks import check_parts
+from brimful.trainer.storage.checkpoint import Checkpoint, Rates, check_parts
+from brimful.trainer.storage.restore import SAVES
 from brimful.transforms import AppliedFormat, apply_memory_format
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainState:
-    """The state of a run on one rank."""
+    """The state of a run on one rank; `Checkpoint` describes the last four fields."""
 
     executor: StepExecutor
     """Runs the steps. It has the model, the optimizer and the loss scaler."""
@@ -61,13 +60,9 @@ class TrainState:
     settings: Settings
     """The settings in force; smaller ones replace them after a step ran out of memory."""
     step: int = 0
-    """Number of optimizer steps taken, including those that the loss scaler skipped."""
     updates: int = 0
-    """Number of steps that changed the parameters."""
     skipped_in_a_row: int = 0
-    """Number of steps that the loss scaler skipped since the last update."""
     self_correction: SelfCorrection | None = None
-    """What the first steps measured beside what was predicted; None before that."""
 
     @property
     def model(self) -> nn.Module:
@@ -84,52 +79,57 @@ class TrainState:
         """The device of the model."""
         return self.executor.device
 
-    def state_dict(self) -> StateDict:
-        """Return the state that `load_state_dict` resumes from, with this rank's shards of sharded tensors.
+    def state_dict(self, config: RunConfig) -> Checkpoint:
+        """Return what `load_state_dict` resumes from, with this rank's shards of sharded tensors.
 
         Every rank must call it: it gathers the random states of all ranks.
         """
-        return self.ranks.with_room(self._own_state, during="the state of the run is read").with_random(
-            self.ranks.all_gather(random_state_now(self.device))
-        )
+        own = self.ranks.with_room(partial(self._own_state, config), during="the state of the run is read")
+        return replace(own, random=tuple(self.ranks.all_gather(random_state_now(self.device))))
 
-    def _own_state(self) -> StateDict:
+    def _own_state(self, config: RunConfig) -> Checkpoint:
         scaler = self.executor.scaler
-        return StateDict(
+        return Checkpoint(
             step=self.step,
             updates=self.updates,
             skipped_in_a_row=self.skipped_in_a_row,
             settings=self.settings,
             self_correction=self.self_correction,
+            asked_settings=config.settings,
+            seed=config.options.seed,
+            about=config.about,
+            rates=self.rates,
+            schedule=config.schedule_name,
+            validations=(),
+            metrics_bytes=0,
             optimizer_class=_class_of(self.optimizer),
             optimizer=self.optimizer.state_dict(),
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
             scaler=None if scaler is None else scaler.state_dict(),
             average=None if self.average is None else self.average.state_dict(),
-            data=self.stream.state_dict(),
+            **self.stream.state_dict(),
         )
 
-    def load_state_dict(self, state: StateDict) -> None:
+    def load_state_dict(self, saved: Checkpoint) -> None:
         """Load what `state_dict` returned, of a run with the same job and settings.
 
-        Random states are restored once the data are open. Raises ResumeError if the optimizers differ, or if
-        only one of the two runs has a schedule or loss scaler.
+        Random states are restored once the data are open.
         """
         optimizer_class = _class_of(self.optimizer)
-        if state.optimizer_class != optimizer_class:
+        if saved.optimizer_class != optimizer_class:
             raise ResumeError(
-                f"the saved run has the optimizer {state.optimizer_class}, and this one "
+                f"the saved run has the optimizer {saved.optimizer_class}, and this one "
                 f"{optimizer_class}. Resume with the optimizer of the saved run."
             )
         with self.executor.loading():
-            self.ranks.with_room(partial(_load_own, self, state), during="the saved state is loaded")
-        self.step, self.updates = state.step, state.updates
-        self.skipped_in_a_row = state.skipped_in_a_row
-        self.self_correction = state.self_correction
+            self.ranks.with_room(partial(_load_own, self, saved), during="the saved state is loaded")
+        self.step, self.updates = saved.step, saved.updates
+        self.skipped_in_a_row = saved.skipped_in_a_row
+        self.self_correction = saved.self_correction
         restore_random = partial(
-            restore_own, state.random, self.ranks, self.device, otherwise_seed=self.seed + state.step
+            restore_own, saved.random, self.ranks, self.device, otherwise_seed=self.seed + saved.step
         )
-        self.stream.load_state_dict(state.data, then=restore_random)
+        self.stream.load_state_dict(saved, then=restore_random)
 
 
 def whole_model(state: TrainState, run_dir: Path | None) -> nn.Module:
@@ -167,12 +167,8 @@ def make_state(
 ) -> TrainState:
     """Shard a model over the ranks, load saved weights into it, and make its optimizer and schedule.
 
-    `model` is on the device, the same on every rank; its parameters may become shards. Each rank draws its own
-    random numbers from here on. `total_steps` is the length of the run, for the schedule; None if it is not
-    known. `TrainState.load_state_dict` loads the rest of a saved state.
-
-    Raises UsageError if the options contradict each other, InfeasibleError if the plan leaves no room in its
-    budget for the average of the weights, ResumeError if the checkpoint is of another model.
+    The parameters of the model, the same on every rank, may become shards. Each rank draws its own random
+    numbers from here on. `TrainState.load_state_dict` loads the rest of a saved state.
     """
     if ranks.rank:
         seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks
@@ -231,7 +227,7 @@ def _rates(optimizer: Optimizer) -> Rates:
     )
 
 
-def _load_own(run: TrainState, state: StateDict) -> None:
+def _load_own(run: TrainState, state: Checkpoint) -> None:
     scaler = run.executor.scaler
     check_parts(state, run.optimizer, run.scheduler, scaler)
     try:

@@ -19,9 +19,8 @@ from brimful.execution.update_in_backward import clipped_in_backward
 from brimful.job import Job
 from brimful.options import takes_options
 from brimful.planner import Plan, settings_of
-from brimful.results import TrainingResult
+from brimful.results import StepRecord, TrainingResult, ValidationRecord
 from brimful.settings import Settings
-from brimful.trainer.monitor.callbacks import Callbacks
 from brimful.trainer.options import RunConfig, TrainKeywords, TrainOptions
 from brimful.trainer.run.loop import Run
 from brimful.trainer.run.stop import Stop
@@ -138,8 +137,12 @@ class Trainer:
         """Set up and train. On return the run is freed, with its process groups, before `fit` closes them."""
         run = set_up_run(self._config, ranks)
         self._trained = run.state.model, run.state.optimizer
-        self._stop.clear()
-        return Run(run, stop=self._stop, callbacks=Callbacks(self, self._config.options.callbacks)).train()
+        self._stop = Stop()  # one that was requested before does not end this run
+        return Run(run, stop=self._stop, call=self._call_callbacks).train()
+
+    def _call_callbacks(self, hook: str, record: StepRecord | ValidationRecord | TrainingResult | None) -> None:
+        for callback in self._config.options.callbacks:
+            getattr(callback, hook)(self, record)
 
 
 def _as_read_again(job: Job) -> Any:

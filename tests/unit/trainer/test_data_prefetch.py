@@ -7,8 +7,7 @@ import torch
 import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.errors import DataError
-from brimful.trainer.data.batches import Batches
-from brimful.trainer.data.prefetch import read_ahead
+from brimful.trainer.data.batches import Batches, read_ahead
 from helpers.tiny_jobs import StopAfter, make_job
 
 CPU = torch.device("cpu")

@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from brimful.errors import ResumeError
-from brimful.trainer.storage.manifest import manifest_text
-from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.restore import SAVES, manifest_text, newest_save
 
 NEWEST, BEFORE = 4, 2
 
@@ -320,7 +318,7 @@ def test_state_that_does_not_fit_this_optimizer_schedule_or_average_is_refused(r
 
 
 def test_the_state_of_a_loss_scaler_is_checked(run):
-    from brimful.trainer.storage.state_checks import check_scaler_state
+    from brimful.trainer.storage.checkpoint import check_scaler_state
 
     whole = torch.amp.GradScaler("cpu", init_scale=4.0).state_dict()
     check_scaler_state(whole)
@@ -348,7 +346,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_state_of_each_of_torchs_optimizers_fits_its_parameters(name, dtype):
-    from brimful.trainer.storage.state_checks import check_optimizer_state
+    from brimful.trainer.storage.checkpoint import check_optimizer_state
 
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 1)).to(dtype)
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from brimful.trainer import Callback
-from brimful.trainer.storage.frozen import write_frozen
-from brimful.trainer.storage.manifest import digest_of, manifest_text
-from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.restore import SAVES, digest_of, manifest_text, newest_save
 from brimful.trainer.storage.shards import load_model
-from brimful.trainer.storage.weights import read_tensors, write_tensors
+from brimful.trainer.storage.weights import TIED, read_tensors, write_or_link, write_tensors
 
 FROZEN = "frozen.safetensors"
+NOT_TIED = {TIED: "{}"}
 
 
 class Backbone(nn.Module):
@@ -126,10 +124,10 @@ def test_a_disk_without_links_gets_another_file(tmp_path, monkeypatch):
         raise OSError("no links here")
 
     tensors = {"a": torch.tensor([1.0, float("nan")])}
-    write_frozen(tensors, {}, tmp_path / "first", None)
-    write_frozen(tensors, {}, tmp_path / "second", tmp_path / "first")
+    write_or_link(tensors, tmp_path / "first", NOT_TIED, None)
+    write_or_link(tensors, tmp_path / "second", NOT_TIED, tmp_path / "first")
     monkeypatch.setattr("os.link", refused)
-    write_frozen(tensors, {}, tmp_path / "third", tmp_path / "first")
+    write_or_link(tensors, tmp_path / "third", NOT_TIED, tmp_path / "first")
     names = ("first", "second", "third")
     first, second, third = ((tmp_path / name).stat().st_ino for name in names)
     assert first == second != third
@@ -142,9 +140,9 @@ def test_a_disk_without_links_gets_another_file(tmp_path, monkeypatch):
     ids=["type", "shape", "name", "none"],
 )
 def test_a_file_of_other_tensors_is_not_shared(tmp_path, tensors):
-    write_frozen({"a": torch.zeros(2)}, {}, tmp_path / "first", None)
-    write_frozen(tensors, {}, tmp_path / "second", tmp_path / "first")
+    write_or_link({"a": torch.zeros(2)}, tmp_path / "first", NOT_TIED, None)
+    write_or_link(tensors, tmp_path / "second", NOT_TIED, tmp_path / "first")
     assert set(read_tensors(tmp_path / "second")) == set(tensors)
     shutil.copy(tmp_path / "first", tmp_path / "third")
-    write_frozen({"a": torch.zeros(2)}, {"c": "a"}, tmp_path / "fourth", tmp_path / "third")
+    write_or_link({"a": torch.zeros(2)}, tmp_path / "fourth", {TIED: '{"c": "a"}'}, tmp_path / "third")
     assert set(read_tensors(tmp_path / "fourth")) == {"a", "c"}

@@ -3,7 +3,7 @@
 import pytest
 
 from brimful.errors import UsageError
-from brimful.trainer.options import Length, TrainOptions
+from brimful.trainer.options import TrainOptions
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from brimful.trainer.options import Length, TrainOptions
     ],
 )
 def test_the_steps_of_a_run_are_the_fewest_that_were_asked_for(epochs, steps, steps_per_epoch, total):
-    assert Length(epochs=epochs, steps=steps, patience=None).total_steps(steps_per_epoch) == total
+    assert TrainOptions(epochs=epochs, steps=steps).total_steps(steps_per_epoch) == total
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_a_validation_that_takes_long_says_how_far_it_is(monkeypatch):
 
 def test_training_reports_each_micro_batch_of_a_validation(job_with, samples, monkeypatch):
     seen = []
-    monkeypatch.setattr(progress._Silence, "show_validating", lambda _self, count: seen.append(count))
+    monkeypatch.setattr(progress.ProgressDisplay, "show_validating", lambda _self, count: seen.append(count))
     part = {name: tensor[:20] for name, tensor in samples.items()}
     job = job_with(data=lambda: Data(train=samples, validation=part))
     Trainer(job, Settings(micro_batch_size=8), epochs=1, device="cpu", show_progress=False).fit()

@@ -10,22 +10,23 @@ from brimful.errors import FileFormatError
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.trainer import resume
-from brimful.trainer.storage.relaunch import read_fallback, write_fallback
+from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 
-BEFORE, AFTER = Settings(micro_batch_size=4), Settings(micro_batch_size=2)
+BEFORE = Settings(micro_batch_size=4)
 RECOVERY = Recovery(step=3, during="step on rank 1", message="out", before="a", after="b", seconds=0.5)
+LEFT = Fallback(before=BEFORE, after=Settings(micro_batch_size=2), recovery=RECOVERY)
 
 
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
-    write_fallback(tmp_path, BEFORE, AFTER, RECOVERY)
+    write_fallback(tmp_path, LEFT)
     return tmp_path / FALLBACK
 
 
 def test_what_is_left_is_found_for_the_settings_it_was_left_for(left):
-    assert read_fallback(left.parent, BEFORE) == (AFTER, RECOVERY)
-    assert read_fallback(left.parent, AFTER) is None
+    assert read_fallback(left.parent, BEFORE) == LEFT
+    assert read_fallback(left.parent, LEFT.after) is None
     left.unlink()
     assert read_fallback(left.parent, BEFORE) is None
 

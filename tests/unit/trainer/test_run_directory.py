@@ -15,8 +15,13 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.trainer.storage.run_directory import SAVES, RunDirectory, check_run_directory
-from brimful.trainer.storage.unsaved import check_restart, set_unsaved_run_aside
+from brimful.trainer.storage.restore import SAVES
+from brimful.trainer.storage.run_directory import (
+    RunDirectory,
+    check_restart,
+    check_run_directory,
+    set_unsaved_run_aside,
+)
 from brimful.trainer.storage.weights import WEIGHTS, load_weights
 
 
@@ -158,7 +163,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(directory, tmp_path, monkeyp
 def test_metrics_that_cannot_be_flushed_are_an_error_in_words(directory, monkeypatch):
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(SaveError, match=r"metrics.jsonl could not be written: No space left on device"):
-        directory.bring_metrics_to_disk()
+        directory.flush_metrics()
 
 
 def test_json_that_cannot_be_written_leaves_the_file_that_was_there(directory, tmp_path, monkeypatch):

@@ -20,9 +20,7 @@ from brimful.errors import DataError, ResumeError, SaveError, UsageError
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Callback, Trainer
-from brimful.trainer.storage.manifest import manifest_text
-from brimful.trainer.storage.restore import newest_save
-from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.restore import SAVES, manifest_text, newest_save
 from brimful.trainer.storage.saves import Saves
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")  # told in tests of their own
@@ -280,7 +278,7 @@ def test_the_error_of_a_failed_save_does_not_hold_the_copies_of_the_weights(
     held = []
 
     def fails(_saves, _partial, _path, copies, _files):
-        held.append(weakref.ref(next(iter(copies.tensors.values()))))
+        held.append(weakref.ref(next(iter(copies.files["model.safetensors"][0].values()))))
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Saves, "_finish", fails)

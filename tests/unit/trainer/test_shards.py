@@ -21,12 +21,12 @@ from brimful.errors import ResumeError
 from brimful.settings import Parallelism, Settings
 from brimful.trainer.storage.shards import (
     SavedTensors,
-    Shards,
     divided_of_model,
     load_model,
     load_optimizer_state,
+    own_shards,
 )
-from brimful.trainer.storage.weights import TIED
+from brimful.trainer.storage.weights import TIED, write_tensors
 
 WHOLE = {
     "one row": torch.arange(7.0)[None],
@@ -54,8 +54,8 @@ def save(directory: Path, count: int, tensors: dict[str, Tensor]) -> None:
     directory.mkdir(parents=True)
     for rank in range(count):
         with as_rank(rank, count) as mesh:
-            shards = Shards({name: divided(tensor, mesh) for name, tensor in tensors.items()})
-            shards.write(directory / f"{rank}.safetensors")
+            own, metadata = own_shards({name: divided(tensor, mesh) for name, tensor in tensors.items()})
+            write_tensors(own, directory / f"{rank}.safetensors", metadata)
 
 
 @pytest.mark.parametrize("written_by", [1, 3, 4])
@@ -76,9 +76,9 @@ def test_parts_written_by_some_ranks_are_read_by_others(tmp_path: Path, written_
 
 def test_a_rank_writes_no_more_than_its_part(tmp_path: Path) -> None:
     with as_rank(3, 4) as mesh:
-        shards = Shards({name: divided(tensor, mesh) for name, tensor in WHOLE.items()})
-    assert {name: tuple(part.shape) for name, part in shards.tensors.items()} == {"eight": (2,)}
-    assert shards.tensors["eight"].untyped_storage().nbytes() == 16
+        tensors, _ = own_shards({name: divided(tensor, mesh) for name, tensor in WHOLE.items()})
+    assert {name: tuple(part.shape) for name, part in tensors.items()} == {"eight": (2,)}
+    assert tensors["eight"].untyped_storage().nbytes() == 16
 
 
 def test_parts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -129,7 +129,8 @@ def test_tied_weights_are_written_once_and_come_back_tied_or_not(tmp_path: Path,
         assert set(whole) == {"scale"}
         assert set(parts) == {"model.embedding.weight", "model.head.bias"}
         assert tied_names == {"head.weight": "embedding.weight"}
-        Shards(parts).write(tmp_path / "shards" / "0.safetensors")
+        own, metadata = own_shards(parts)
+        write_tensors(own, tmp_path / "shards" / "0.safetensors", metadata)
     kept = {"format": "pt", TIED: json.dumps(tied_names)}
     save_file(whole, tmp_path / "model.safetensors", metadata=kept)
     other = Tied(tied=tied)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, named_tensors
+from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, map_tensors, named_tensors
 from brimful.distributed.ranks import SINGLE, Ranks, processors_here
 from brimful.errors import BatchError, DataError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch, Data, Job, Samples
 from brimful.results import DataLoading
-from brimful.trainer.data.prefetch import read_ahead
 from brimful.trainer.data.rng import generator_of
+
+T = TypeVar("T")
 
 FEW_SAMPLES_FRACTION = 0.25
 """Warn if BatchNorm normalises over a last batch of less than this fraction of a global batch. A choice:
@@ -33,10 +35,7 @@ begin with smaller ones."""
 
 
 def find_data(job: Job, data: Data | None) -> Data:
-    """The data given to the trainer, else the job's own.
-
-    Raises UsageError if there are none, or if they are not a `Data`.
-    """
+    """The data given to the trainer, else the job's own."""
     if data is None:
         if job.data is None:
             raise UsageError(
@@ -58,19 +57,9 @@ class Batches:
     smaller. `Samples` make their batches themselves. Each batch of an iterable is a global batch, whatever its
     size; if the iterable, its samplers or its dataset have `set_epoch`, it is called with the epoch.
 
-    Args:
-        train: One batch with all samples, `Samples`, or an iterable of batches. A tensor, mapping, tuple or
-            dataclass is one batch; a list is one if a tensor is directly in it, else a list of batches.
-        global_batch_size: Samples per global batch.
-        seed: Determines the order of the samples, together with the epoch.
-        layout: Finds the samples of a batch.
-        device: The device that trains. Batches for a GPU, if cut from one batch, are read ahead: the host has
-            time for that. On a CPU reading would slow the step down.
-        warns: Warn about batches of another size than the global batch; True on one rank only.
-
-    Raises:
-        UsageError: `train` is not training data, or has no samples.
-        BatchError: `train` is a batch that cannot be split, or its entries have different numbers of samples.
+    In `train` a tensor, mapping, tuple or dataclass is one batch; a list is one if a tensor is directly in it,
+    else a list of batches. Batches for a GPU, if cut from one batch, are read ahead: the host has time for
+    that; on a CPU reading would slow the step down. Only a rank that `warns` warns of batches of another size.
     """
 
     def __init__(
@@ -143,8 +132,7 @@ class Batches:
         """The global batches of one epoch, on the host; the same `epoch` gives the same order.
 
         The first `skip` batches are skipped. An iterable is read to skip them, so it draws their random numbers
-        before this returns. Raises UsageError if the data give no batch, DataError if they give fewer than
-        `skip`.
+        before this returns.
         """
         if are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
@@ -208,6 +196,31 @@ class Batches:
             )
 
 
+def read_ahead(places: Iterable[T], read: Callable[[T], Batch], device: torch.device) -> Iterator[Batch]:
+    """Read batches in a thread, in the order of `places`, each while the one before it is used.
+
+    `read` returns a batch on the host. It must not draw random numbers: they would come between those of a
+    step. If the device is a GPU the batch is pinned, which makes its copy asynchronous. An error in `read` is
+    raised here.
+    """
+    is_gpu = device.type == "cuda"
+    # otherwise pinning would create a context on the first GPU (torch's own pinning thread does the same)
+    on_device = partial(torch.cuda.set_device, device) if is_gpu else None
+    with ThreadPoolExecutor(1, "brimful-data", initializer=on_device) as thread:
+        coming: Future[Batch] | None = None
+        for place in places:
+            after = thread.submit(_pinned, read, place) if is_gpu else thread.submit(read, place)
+            if coming is not None:
+                yield coming.result()
+            coming = after
+        if coming is not None:
+            yield coming.result()
+
+
+def _pinned(read: Callable[[T], Batch], place: T) -> Batch:
+    return map_tensors(read(place), Tensor.pin_memory)
+
+
 def validation_batches(
     validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = SINGLE
 ) -> Iterator[tuple[Batch, bool]]:
@@ -222,11 +235,7 @@ def validation_batches(
 def check_validation(
     validation: Batch | Iterable[Batch], layout: BatchLayout, *, name: str = "validation"
 ) -> None:
-    """Check `Data.validation`, or the field of `Data` that `name` names.
-
-    Raises UsageError if it is not validation data or has no samples, BatchError if it is a batch that cannot be
-    split, or its entries have different numbers of samples.
-    """
+    """Check `Data.validation`, or the field of `Data` that `name` names."""
     _check_data(name, validation)
     if is_one_batch(validation):
         _check_some(validation, layout)
@@ -236,8 +245,7 @@ def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) 
     """Check that lists and other iterables give batches: a validation list now, training data when it is read.
 
     They are compared with a batch of `samples` samples that the job makes, which may draw random numbers. If
-    that raises BatchError, nothing is checked. Raises UsageError if the validation data are a list of single
-    samples.
+    that raises BatchError, nothing is checked.
     """
     given = [each for each in (data.train, data.validation) if each is not None]
     if all(is_one_batch(each) or are_samples(each) or _makes_batches(each) for each in given):

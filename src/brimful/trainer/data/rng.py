@@ -29,10 +29,7 @@ class RandomStream:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Draw random numbers from this stream within the context.
-
-        Raises PartialUpdateError if the global state cannot be restored.
-        """
+        """Draw random numbers from this stream within the context."""
         elsewhere = random_state_now(_HOST)
         try:
             with_room(partial(self.state.restore, _HOST), during="random numbers are restored")
@@ -54,10 +51,7 @@ def random_state_now(device: torch.device) -> RandomState:
 
 
 def restore_random_state(state: RandomState, device: torch.device) -> None:
-    """Restore what `random_state_now` returned for the device; try again if memory runs out.
-
-    Raises PartialUpdateError if that fails: the run would continue with other random numbers.
-    """
+    """Restore what `random_state_now` returned for the device; try again if memory runs out."""
     try:
         with_room(partial(state.restore, device), during="random numbers are restored")
     except Exception as error:
@@ -70,10 +64,7 @@ def restore_random_state(state: RandomState, device: torch.device) -> None:
 def restore_own(
     of_ranks: Sequence[RandomState], ranks: Ranks, device: torch.device, *, otherwise_seed: int
 ) -> None:
-    """Restore the saved random state of this rank; seed a rank that the saved run did not have.
-
-    `of_ranks` has the saved states by rank.
-    """
+    """Restore the saved random state of this rank; seed a rank that the saved run did not have."""
     if ranks.count != len(of_ranks):
         warnings.warn(
             f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "

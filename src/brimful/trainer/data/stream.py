@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,9 +16,23 @@ from brimful.execution.out_of_memory import free_frames, make_room, out_of_memor
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch
 from brimful.trainer.data.batches import Batches
-from brimful.trainer.data.position import DataPosition
 from brimful.trainer.data.rng import RandomStream
-from brimful.trainer.storage.checkpoint import DataState
+from brimful.trainer.storage.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPosition:
+    """An epoch, and the number of its global batches that the run has trained on."""
+
+    epoch: int
+    """Number of the epoch, from 1."""
+    batches: int = 0
+    """Number of batches of this epoch that the run has trained on."""
+    random: RandomState
+    """The random state at the start of the epoch, where a DataLoader draws the order of its samples."""
+
+    def __str__(self) -> str:
+        return f"{self.batches} batches of epoch {self.epoch}"
 
 
 class BatchStream:
@@ -38,26 +54,26 @@ class BatchStream:
         self.position = self._first_of(1)
         """The position of the next batch."""
 
-    def state_dict(self) -> DataState:
-        """Return the position and the random states, to read the same batches again."""
-        return DataState(
-            epoch=self.position.epoch,
-            batches=self.position.batches,
-            epoch_random=self.position.random,
-            random=self._before_batch or (self._resumed[0] if self._resumed else self.randomness.state),
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields of a checkpoint with which the same batches are read again."""
+        return {
+            "epoch": self.position.epoch,
+            "batches": self.position.batches,
+            "epoch_random": self.position.random,
+            "data_random": self._before_batch or (self._resumed[0] if self._resumed else self.randomness.state),
+        }
 
-    def load_state_dict(self, state: DataState, *, then: Callable[[], None]) -> None:
-        """Resume from a position that `state_dict` returned.
+    def load_state_dict(self, saved: Checkpoint, *, then: Callable[[], None]) -> None:
+        """Resume from the position that `state_dict` returned.
 
         `then` is called once the rest of the epoch is open; opening it may draw from the global generators.
         """
-        self.position = DataPosition(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
-        self._resumed = state.random, then
+        self.position = DataPosition(epoch=saved.epoch, batches=saved.batches, random=saved.epoch_random)
+        self._resumed = saved.data_random, then
 
     def advance(self) -> None:
         """Advance past the batch that was read last."""
-        self.position.batches += 1
+        self.position = replace(self.position, batches=self.position.batches + 1)
         self._before_batch = None
 
     def begin_next_epoch(self) -> None:
@@ -75,17 +91,9 @@ class BatchStream:
         If memory runs out, this opens the data again and reads up to the position, as in a resumed run, since
         an iterator cannot repeat a batch. With several ranks the error ends the run.
 
-        Args:
-            is_stopped: Called after each read; True on any rank drops the batch and ends the iteration.
-            on_out_of_memory: Called each time that memory ran out, with the message and the seconds lost.
-
-        Returns:
-            An iterator over global batches, on the host. The data are open already, and a resumed run has its
-            random states back.
-
-        Raises:
-            DataError: A batch could not be read, on this rank or another.
-            OutOfMemoryError: Memory ran out twice while the same batch was read.
+        `is_stopped` is called after each read: True on any rank drops the batch and ends the iteration.
+        `on_out_of_memory` is called with the message and the seconds lost. On return the data are open already,
+        and a resumed run has its random states back.
         """
         return self._rest_of_epoch(self._opened(), is_stopped, on_out_of_memory)
 

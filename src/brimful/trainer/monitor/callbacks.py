@@ -33,10 +33,7 @@ _HOOKS = ("on_step", "on_validation", "on_end")
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Check that every callback has all methods of `Callback`; return them.
-
-    Raises UsageError if one lacks a method, or is a class.
-    """
+    """Check that every callback has all methods of `Callback`; return them."""
     given = tuple(callbacks)
     for callback in given:
         missing = [name for name in _HOOKS if not callable(getattr(callback, name, None))]
@@ -48,26 +45,3 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
                 "and give an instance."
             )
     return given
-
-
-class Callbacks:
-    """Calls the callbacks of one trainer in order."""
-
-    def __init__(self, trainer: Trainer, callbacks: Iterable[Callback]) -> None:
-        self._trainer = trainer
-        self._callbacks = tuple(callbacks)
-
-    def on_step(self, record: StepRecord) -> None:
-        """Call `on_step` of each callback."""
-        for callback in self._callbacks:
-            callback.on_step(self._trainer, record)
-
-    def on_validation(self, record: ValidationRecord) -> None:
-        """Call `on_validation` of each callback."""
-        for callback in self._callbacks:
-            callback.on_validation(self._trainer, record)
-
-    def on_end(self, result: TrainingResult | None) -> None:
-        """Call `on_end` of each callback."""
-        for callback in self._callbacks:
-            callback.on_end(self._trainer, result)

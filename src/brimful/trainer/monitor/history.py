@@ -6,13 +6,59 @@ A resumed run only reports these records; everything that determines how it cont
 from __future__ import annotations
 
 import math
+import warnings
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
 
 from brimful.codec import from_json_document, parse_json
 from brimful.errors import FileFormatError
 from brimful.results import Recovery, StepRecord, ValidationRecord
-from brimful.trainer.monitor.step_log import StepLog
 from brimful.trainer.storage.checkpoint import Checkpoint
+from brimful.trainer.storage.run_directory import METRICS, RunDirectory
+
+_COLUMNS = {
+    "step": "q", "epoch": "q", "loss": "d", "gradient_norm": "d", "seconds": "d", "samples": "q",
+    "updated": "b", "data_seconds": "d", "memory_measured": "b",
+    "terms": "d", "mfu": "d", "learning_rate": "d",
+}  # fmt: skip
+"""The fields of a record, and their type codes in `array`."""
+
+_TRUTH_VALUES = ("updated", "memory_measured")
+_MAY_BE_NONE = ("mfu", "learning_rate")  # arrays have no None, but NaN
+
+
+class StepLog(Sequence[StepRecord]):
+    """A growing sequence of step records, made on access: they take a third of the memory of objects."""
+
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in _COLUMNS.items()}
+        for record in records:
+            self.append(record)
+
+    def append(self, record: StepRecord) -> None:
+        """Append a record."""
+        for name, column in self._columns.items():
+            value = getattr(record, name)
+            column.append(math.nan if value is None else value)
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | Sequence[StepRecord]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        values: dict[str, Any] = {name: column[index] for name, column in self._columns.items()}
+        values |= {name: bool(values[name]) for name in _TRUTH_VALUES}
+        values |= {name: None for name in _MAY_BE_NONE if math.isnan(values[name])}
+        return StepRecord(**values)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,23 +81,12 @@ class RunHistory:
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedHistory:
-    """The records up to a save, as `metrics.jsonl` has them."""
-
-    history: RunHistory
-    lines: bytes
-    """The lines that could be read."""
-    is_damaged: bool
-    """Whether lines that were written before the save are missing or cannot be read."""
-
-
-def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
-    """Read the records up to a save from all of `metrics.jsonl`, and the lines that could be read.
+def restored_history(directory: RunDirectory, checkpoint: Checkpoint) -> RunHistory:
+    """Read the records up to a save, and cut `metrics.jsonl` there: the run continues from there.
 
     Later steps are skipped: the resumed run takes them again. The validations are those of the checkpoint.
     """
-    before = content[: checkpoint.metrics_bytes]
+    before = directory.read_metrics()[: checkpoint.metrics_bytes]
     is_damaged = len(before) < checkpoint.metrics_bytes
     lines: list[bytes] = []
     history = RunHistory(validations=list(checkpoint.validations))
@@ -62,7 +97,7 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
             is_damaged = True
             continue
         if isinstance(record, StepRecord):
-            if record.step > checkpoint.state.step:
+            if record.step > checkpoint.step:
                 is_damaged = True
                 continue
             history.steps.append(record)
@@ -71,7 +106,15 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
         elif record is not None:
             history.notes.append(record)
         lines.append(line)
-    return SavedHistory(history=history, lines=b"".join(lines), is_damaged=is_damaged)
+    aside = directory.cut_metrics(b"".join(lines), keeps_copy=is_damaged)
+    if is_damaged or len(history.steps) < checkpoint.step:
+        kept = "" if aside is None else f" What was there is kept as {aside.name}."
+        warnings.warn(
+            f"{directory.path / METRICS} is damaged: it has {len(history.steps)} of the {checkpoint.step} "
+            f"steps before the save. Training resumes exactly; the record of those steps is lost.{kept}",
+            stacklevel=2,
+        )
+    return history
 
 
 def _ranked(record: ValidationRecord) -> float:

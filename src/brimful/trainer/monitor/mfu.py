@@ -9,10 +9,7 @@ from brimful.results import StepRecord
 
 
 class Utilisation:
-    """Computes the MFU of steps from the FLOPs that the plan counted for a batch of the job.
-
-    Without a plan the MFU is not known.
-    """
+    """Computes the MFU of steps from the FLOPs that the plan counted for a batch of the job."""
 
     def __init__(self, plan: Plan | None, job: Job) -> None:
         self._sample_flops = self._peak = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -20,8 +19,8 @@ SECONDS_BETWEEN_LINES = 10.0
 _RECENT_STEPS = 20
 
 
-class ProgressDisplay(Protocol):
-    """Shows the progress of a run."""
+class ProgressDisplay:
+    """Shows the progress of a run; by itself nothing."""
 
     def start(self) -> None:
         """Start; called before the first step."""
@@ -39,10 +38,7 @@ class ProgressDisplay(Protocol):
         """Show a line of text."""
 
     def set_total(self, total_steps: int | None) -> None:
-        """Change the length of the run in optimizer steps; None if it is not known.
-
-        Called if an epoch has another length than the data reported.
-        """
+        """Change the length of the run in optimizer steps; None if it is not known."""
 
     def stop(self) -> None:
         """Stop; called after the last step and when the run fails. Further calls do nothing."""
@@ -51,14 +47,12 @@ class ProgressDisplay(Protocol):
 def make_progress(
     total_steps: int | None, *, show: bool, loss_unit: str | None = None, console: Console | None = None
 ) -> ProgressDisplay:
-    """Make the display of a run: a bar on a terminal, else lines; nothing unless `show`.
+    """Make the display of a run on standard error: a bar on a terminal, else lines; nothing unless `show`.
 
-    `total_steps` is the length of the run in optimizer steps; None if it is not known. `loss_unit` names what
-    the job counts, to show its rate beside samples per second; None if it counts samples. `console` is standard
-    error if None.
+    `loss_unit` names what the job counts, to show its rate beside samples per second.
     """
     if not show:
-        return _Silence()
+        return ProgressDisplay()
     console = console or make_console()
     pace = _Pace(total_steps, loss_unit)
     return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
@@ -75,29 +69,6 @@ def memory_text(peak_bytes: int | None, budget_bytes: int | None, *, predicted: 
         return ""
     peak = f"{'~' if predicted else ''}{format_bytes(peak_bytes)}"
     return peak if budget_bytes is None else f"{peak} of {format_bytes(budget_bytes)}"
-
-
-class _Silence:
-    def start(self) -> None:
-        pass
-
-    def show_step(self, record: StepRecord, memory: str) -> None:
-        pass
-
-    def show_validating(self, samples: int) -> None:
-        pass
-
-    def show_validation(self, record: ValidationRecord) -> None:
-        pass
-
-    def show_note(self, note: str) -> None:
-        pass
-
-    def set_total(self, total_steps: int | None) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
 
 
 class _Pace:
@@ -137,7 +108,7 @@ class _Pace:
         return "  ".join(part for part in parts if part)
 
 
-class _Bar:
+class _Bar(ProgressDisplay):
     def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
         self._pace = pace
         columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.description}"))
@@ -173,16 +144,13 @@ class _Bar:
         self._progress.stop()
 
 
-class _Lines:
+class _Lines(ProgressDisplay):
     def __init__(self, pace: _Pace, console: Console) -> None:
         self._pace = pace
         self._console = console
         self._latest: tuple[StepRecord, str] | None = None
         self._printed_seconds = -SECONDS_BETWEEN_LINES
         self._printed_step = 0
-
-    def start(self) -> None:
-        pass
 
     def show_step(self, record: StepRecord, memory: str) -> None:
         self._pace.add(record)

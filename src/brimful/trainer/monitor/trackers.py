@@ -27,15 +27,13 @@ class _Tracker(Callback):
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Log the loss, gradient norm, learning rates, times and speed of a step."""
-        if current_rank() == 0:
-            self._try(record.step, lambda: self._track_step(trainer.optimizer.param_groups, record))
+        self._try(record.step, lambda: self._track_step(trainer.optimizer.param_groups, record))
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
         """Log the validation loss and the job's metrics."""
-        if current_rank() == 0:
-            values = {"loss": record.loss, **record.metrics}
-            named = {f"validation/{name}": value for name, value in values.items()}
-            self._try(record.step, lambda: self._track(named, record.step))
+        values = {"loss": record.loss, **record.metrics}
+        named = {f"validation/{name}": value for name, value in values.items()}
+        self._try(record.step, lambda: self._track(named, record.step))
 
     def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
         """Flush and close the log."""
@@ -57,8 +55,8 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _try(self, step: int | None, log: Callable[[], None]) -> None:
-        """Log, unless that failed before; `metrics.jsonl` has the same numbers."""
-        if self._has_failed:
+        """Log on the first rank, unless that failed before; `metrics.jsonl` has the same numbers."""
+        if self._has_failed or current_rank() != 0:
             return
         try:
             log()

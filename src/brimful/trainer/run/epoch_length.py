@@ -44,8 +44,7 @@ class EpochLengthCheck:
 
     def _total_steps(self) -> int | None:
         """Steps of the run if its other epochs are as long as this one; None if that is not known."""
-        length, place = self._run.config.length, self._run.state.stream.position
-        if length.epochs is None:
-            return length.steps
-        by_epochs = self._run.state.step + (length.epochs - place.epoch) * place.batches
-        return by_epochs if length.steps is None else min(by_epochs, length.steps)
+        options, place = self._run.config.options, self._run.state.stream.position
+        if options.last_epoch is None:
+            return options.steps
+        return options.at_most_steps(self._run.state.step + (options.last_epoch - place.epoch) * place.batches)

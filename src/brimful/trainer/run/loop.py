@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from brimful.batches import layout_of
 from brimful.display import write_from_signal
@@ -19,7 +20,7 @@ from brimful.report.data_loading import feeding_lines
 from brimful.results import StepRecord, StopReason, TrainingResult
 from brimful.trainer.checkpointer import Checkpointer
 from brimful.trainer.data.stream import worker_errors
-from brimful.trainer.monitor.callbacks import Callbacks
+from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.run.epoch_length import EpochLengthCheck
 from brimful.trainer.run.result import result_of
 from brimful.trainer.run.save_on_error import SaveOnError
@@ -40,39 +41,28 @@ enough to act."""
 
 
 class Run:
-    """Trains from the start of a run to its end."""
+    """Trains from the start of a run to its end; `call` calls a method of the callbacks with a record."""
 
-    def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
+    def __init__(self, run: RunContext, *, stop: Stop, call: Callable[[str, Any], None]) -> None:
         self._run = run
         self._config = run.config
         self._state = run.state
         self._stop = stop
-        self._callbacks = callbacks
+        self._call = call
+        self._utilisation = Utilisation(run.config.plan, run.config.job)
         self._logger = make_logger(run)
         self._runner = make_runner(run, self._logger)
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
         self._memory = MemoryMeter(
-            run.config,
-            run.state,
-            run.start,
-            self._runner,
-            batches=run.batches,
-            total_steps=run.total_steps,
+            run.config, run.state, run.start, self._runner, batches=run.batches, total_steps=run.total_steps
         )
         layout = layout_of(run.config.job, whole=run.config.settings.global_batch_size)
         self._lengths = LengthWatch(() if run.config.plan is None else run.config.plan.sample_sizes, layout)
-        checks = (
-            run.config.options.verify and not run.state.parallel.is_sharded
-        )  # else the capture could meet shards
+        checks = run.config.options.verify and not run.state.parallel.is_sharded  # a capture could meet shards
         refuse = partial(check_labels, run.config.job) if checks else None
         self._labels = LabelWatch.of_job(run.config.job, layout, refuse)
         self._epoch_length = EpochLengthCheck(run, self._logger)
-        self._self_correction = SelfCorrecting(
-            run.config,
-            run.state,
-            self._runner,
-            self._logger,
-        )
+        self._self_correction = SelfCorrecting(run.config, run.state, self._runner, self._logger)
 
     def train(self) -> TrainingResult:
         """Train to the end; afterwards the model has its own forward again, even after an error.
@@ -87,13 +77,13 @@ class Run:
             return result
         finally:
             self._runner.close()
-            self._callbacks.on_end(result)
+            self._call("on_end", result)
 
     def _train(self) -> TrainingResult:
         precision = self._state.settings.precision
         save_on_error = SaveOnError(
-            self._config,
-            self._state,
+            config=self._config,
+            state=self._state,
             logger=self._logger,
             checkpointer=self._checkpointer,
             memory=self._memory,
@@ -106,7 +96,7 @@ class Run:
             result = result_of(
                 self._run, self._logger.history, peak=self._runner.peak, stopped_because=stopped_because
             )
-            self._logger.files.write_result(result)
+            self._logger.write_result(result)
         return result
 
     def _log_start(self) -> None:
@@ -148,17 +138,15 @@ class Run:
     @worker_errors()
     def _run_epochs(self) -> StopReason:
         """Train epoch after epoch, and write the weights after each."""
-        stream, length = self._state.stream, self._config.length
+        stream, options = self._state.stream, self._config.options
         validator = None
         if self._run.data.validation is not None:
             validator = Validator(self._config, self._state, self._run.data, self._logger)
         stopped_because = None
-        if length.has_enough(
-            self._state.step
-        ):  # a resumed run, which may have ended before its last validation
+        if options.has_enough(self._state.step):  # a resumed run, which may have ended before it validated
             stream.restore_random()
             stopped_because = self._validate(validator)
-        while not (length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
+        while not (options.has_enough(self._state.step) or options.is_past(stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 break
@@ -183,7 +171,7 @@ class Run:
             if stopped_because is None and self._is_validation_due():
                 stopped_because = self._validate(validator)  # before a save, which has its result
             self._checkpointer.save_if_due()
-            if stopped_because is not None or self._config.length.has_enough(self._state.step):
+            if stopped_because is not None or self._config.options.has_enough(self._state.step):
                 break
         else:
             has_ended = True
@@ -205,10 +193,10 @@ class Run:
         if not validations or validations[-1].step != self._state.step:
             record = validator.run(is_stopped=self._stop.is_requested)
             if record is not None:
-                self._callbacks.on_validation(record)
+                self._call("on_validation", record)
         stopped_because = self._stop.synced(self._state.ranks)
         without = self._logger.history.validations_without_improvement
-        if stopped_because is None and self._config.length.is_out_of_patience(without):
+        if stopped_because is None and self._config.options.is_out_of_patience(without):
             return StopReason.NOT_IMPROVING
         return stopped_because
 
@@ -218,9 +206,10 @@ class Run:
         self._logger.add_step(record, self._memory.peak_text())
         steps = self._logger.history.steps
         if len(steps) == STEPS_BEFORE_ADVICE:
-            for note in _data_loading_notes(self._run, steps):
-                self._logger.progress.show_note(note)
-        self._callbacks.on_step(record)
+            on_gpu = self._config.device.type == "cuda"
+            for label, line in feeding_lines(steps, self._run.data_loading, on_gpu=on_gpu):
+                self._logger.progress.show_note(f"{label}  {line}")
+        self._call("on_step", record)
         self._self_correction.after_step(record)
 
     def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:
@@ -242,7 +231,7 @@ class Run:
             )
             if is_measured and record.updated:
                 self._measure_larger(batch, is_first=is_first)
-            return replace(record, mfu=self._run.utilisation.of(record, batch))
+            return replace(record, mfu=self._utilisation.of(record, batch))
         finally:
             if self._state.step > before:
                 self._state.stream.advance()
@@ -251,9 +240,3 @@ class Run:
         self._stop.handle(number)
         saved = "" if self._config.run_dir is None else "; the weights are saved"
         write_from_signal(f"\n{number.name}: ending after this step{saved}. Once more to stop at once.\n")
-
-
-def _data_loading_notes(run: RunContext, steps: Sequence[StepRecord]) -> list[str]:
-    """How long training waits for its data, and what may help; empty if it does not wait."""
-    on_gpu = run.config.device.type == "cuda"
-    return [f"{label}  {line}" for label, line in feeding_lines(steps, run.data_loading, on_gpu=on_gpu)]

@@ -14,21 +14,14 @@ from brimful.job import Job
 
 
 class MetricSums:
-    """Sums of a job's metrics over samples, from which their means follow for any split of the data.
-
-    A job without metrics has no sums.
-    """
+    """Sums of a job's metrics over samples, from which their means follow for any split of the data."""
 
     def __init__(self, job: Job) -> None:
         self._summarize = job.summarize
         self._sums: dict[str, Tensor] = {}
 
     def add(self, means: Mapping[str, Tensor], samples: int) -> None:
-        """Add the metrics of a batch: means over its samples, as `read_metrics` returns them.
-
-        A batch of 0 samples adds nothing, whatever the values are. Raises UsageError if a metric has another
-        shape than before.
-        """
+        """Add the metrics of a batch: means over its samples, as `read_metrics` returns them."""
         for name, value in means.items():
             before = self._sums.setdefault(name, torch.zeros_like(value))
             if before.shape != value.shape:
@@ -64,8 +57,7 @@ def metrics_of(job: Job, *arguments: Any) -> dict[str, Tensor]:
     """Call a job's metrics; return means over the batch by name, none for a job without metrics.
 
     `arguments` are the model and a batch; or the embeddings of a batch. The means are float64 on the host,
-    without dimensions unless the job has `summarize`. Raises UsageError if the job returns anything but names
-    and numbers.
+    without dimensions unless the job has `summarize`.
     """
     if job.metrics is None:
         return {}
@@ -76,7 +68,6 @@ def read_metrics(found: Any, *, what: str, is_single: bool) -> dict[str, Tensor]
     """Read names and numbers that a job's function returned, as float64 tensors on the host.
 
     `what` names the function in errors. If `is_single`, each value must be one number, not a tensor of several.
-    Raises UsageError if the function returned something else.
     """
     if not isinstance(found, Mapping):
         raise UsageError(

@@ -13,16 +13,9 @@ from brimful.trainer.setup import RunContext
 
 
 def result_of(
-    run: RunContext,
-    history: RunHistory,
-    *,
-    peak: PeakMemory | None,
-    stopped_because: StopReason,
+    run: RunContext, history: RunHistory, *, peak: PeakMemory | None, stopped_because: StopReason
 ) -> TrainingResult:
-    """The result of a run that has ended.
-
-    `peak` is the measured memory of a step; None if the run was too short to measure it.
-    """
+    """The result of a run that has ended."""
     config = run.config
     plan = config.plan
     average = run.state.average

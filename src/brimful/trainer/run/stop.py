@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -15,15 +16,12 @@ from brimful.results import StopReason
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(slots=True)
 class Stop:
     """A request to end the run after the current step. It may come at any moment, on one rank alone."""
 
-    def __init__(self) -> None:
-        self._is_requested = self._is_terminated = False
-
-    def clear(self) -> None:
-        """Clear the request, before a run starts."""
-        self._is_requested = self._is_terminated = False
+    _is_requested: bool = False
+    _is_terminated: bool = False
 
     def request(self) -> None:
         """Request the end of the run."""

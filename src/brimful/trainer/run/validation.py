@@ -52,8 +52,6 @@ class Validator:
         """Validate, and log the result; write the weights if they are the best so far.
 
         `is_stopped` is called for each batch; True stops the validation on all ranks, which then returns None.
-        Raises UsageError if the validation data have no samples, or nothing that the job counts;
-        OutOfMemoryError if memory runs out with one sample at a time.
         """
         state, run_dir = self._state, self._config.run_dir
         state.ranks.broadcast_buffers(state.model)
@@ -85,7 +83,7 @@ class Validator:
                 is_stopped=is_stopped,
                 on_samples=self._logger.progress.show_validating,
             )
-            found = self._keeping_buffers(each.coupled_means if self._job.embed is not None else each.means)
+            found = self._keeping_buffers(each.record)
             if not isinstance(found, RanOut):
                 return found
             restore_random_state(random, state.device)
@@ -152,50 +150,60 @@ class _Pass:
     is_stopped: Callable[[], bool]
     on_samples: Callable[[int], object]
 
-    def means(self) -> ValidationRecord | None:
-        """Means where the loss is a mean or a sum over samples."""
+    def record(self) -> ValidationRecord | None:
+        """The means over all data; None if the run is stopped meanwhile."""
         start = time.perf_counter()
         state, job = self.state, self.job
-        ranks, parallel, global_batch_size = state.ranks, state.parallel, state.settings.global_batch_size
-        layout = layout_of(job, whole=self.micro_batch_size)
-        counting = layout_of(job, whole=global_batch_size)  # independent of the micro-batch size
-        move = InputMover.copying_to(state.device)
         samples, terms, loss = 0.0, 0.0, 0.0
-        is_sum = job.reduction == "sum"
         sums = MetricSums(job)
+        parts = self._parts(sums) if job.embed is None else self._coupled_parts(sums)
         with evaluation_mode(state.model), torch.no_grad():
-            batches = validation_batches(self.validation, self.micro_batch_size, layout, ranks)
-            for host_batch, counts in _fetched(batches, state.stream.randomness.drawn_from):
-                if ranks.any(self.is_stopped()) if parallel.is_sharded else self.is_stopped():
-                    break
-                batch_samples = counting.count(host_batch) if counts else 0
-                batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
-                batch = state.executor.in_format(move(host_batch))
-                with autocast(state.model, state.settings.precision):
-                    batch_loss, metrics = parallel.computed(state.model, partial(_loss_and_metrics, job, batch))
-                samples += batch_samples
-                terms += batch_terms
-                if batch_terms:  # a mean over nothing is not a number
-                    loss += float(batch_loss) * (1 if is_sum else batch_terms)
-                sums.add(metrics, batch_samples)
+            for part_samples, part_terms, part_loss in parts:
+                samples += part_samples
+                terms += part_terms
+                loss += part_loss
                 self.on_samples(int(samples))
-        if ranks.any(self.is_stopped()):
+        if state.ranks.any(self.is_stopped()):
             return None
-        samples, terms, loss = ranks.all_reduce(samples, terms, loss)
+        samples, terms, loss = state.ranks.all_reduce(samples, terms, loss)
         if not terms:
-            raise UsageError(
-                f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."
-            )
-        return self._record(
-            loss * global_batch_size / samples if is_sum else loss / terms,
-            sums.metrics(samples, ranks),
-            int(samples),
-            start,
+            found = "no samples" if job.embed else f"{samples:.0f} samples and nothing to count in them"
+            raise UsageError(f"the validation data of {job.name} have {found}.")
+        return ValidationRecord(
+            step=state.step,
+            epoch=state.stream.position.epoch,
+            loss=loss * state.settings.global_batch_size / samples if self._is_sum else loss / terms,
+            metrics=sums.metrics(samples, state.ranks),
+            samples=int(samples),
+            seconds=time.perf_counter() - start,
         )
 
-    def coupled_means(self) -> ValidationRecord | None:
-        """Means where the loss couples samples, over batches of the size of the global batch."""
-        start = time.perf_counter()
+    @property
+    def _is_sum(self) -> bool:
+        return self.job.reduction == "sum" and self.job.embed is None
+
+    def _parts(self, sums: MetricSums) -> Iterator[tuple[float, float, float]]:
+        """Samples, terms and summed loss of each micro-batch of a loss that is a mean or a sum over samples."""
+        state, job = self.state, self.job
+        ranks, parallel = state.ranks, state.parallel
+        layout = layout_of(job, whole=self.micro_batch_size)
+        counting = layout_of(job, whole=state.settings.global_batch_size)  # independent of the micro-batch size
+        move = InputMover.copying_to(state.device)
+        batches = validation_batches(self.validation, self.micro_batch_size, layout, ranks)
+        for host_batch, counts in _fetched(batches, state.stream.randomness.drawn_from):
+            if ranks.any(self.is_stopped()) if parallel.is_sharded else self.is_stopped():
+                return
+            samples = counting.count(host_batch) if counts else 0
+            terms = samples if job.count is None or not counts else float(job.count(host_batch))
+            batch = state.executor.in_format(move(host_batch))
+            with autocast(state.model, state.settings.precision):
+                loss, metrics = parallel.computed(state.model, partial(_loss_and_metrics, job, batch))
+            sums.add(metrics, samples)
+            # a mean over nothing is not a number
+            yield samples, terms, float(loss) * (1 if self._is_sum else terms) if terms else 0.0
+
+    def _coupled_parts(self, sums: MetricSums) -> Iterator[tuple[float, float, float]]:
+        """Samples, twice, and summed loss of each global batch, whose loss couples its samples."""
         state, job = self.state, self.job
         loss = loss_of(job)
         assert isinstance(loss, CoupledLoss)
@@ -205,51 +213,29 @@ class _Pass:
         def move(part: Batch) -> Batch:
             return state.executor.in_format(to_device(part))
 
-        samples, total = 0, 0.0
-        sums = MetricSums(job)
-        with evaluation_mode(state.model), torch.no_grad():
-            batches = _global_batches(self.validation, state.settings.global_batch_size, loss.layout)
-            for batch in _fetched(batches, state.stream.randomness.drawn_from):
-                if self.is_stopped():
-                    return None
-                parts = loss.layout.split(batch, self.micro_batch_size)
+        batches = _global_batches(self.validation, state.settings.global_batch_size, loss.layout)
+        for batch in _fetched(batches, state.stream.randomness.drawn_from):
+            if self.is_stopped():
+                return
+            samples = loss.layout.count(batch)
+            parts = loss.layout.split(batch, self.micro_batch_size)
+            with autocast(state.model, state.settings.precision):
+                gathered = gather_embeddings(embed, parts, move, count=loss.layout.count)
+                value = float(of_embeddings(gathered))
+                if job.measures_embeddings:
+                    sums.add(metrics_of(job, gathered), samples)
+            for part in parts if job.metrics is not None and not job.measures_embeddings else ():
                 with autocast(state.model, state.settings.precision):
-                    gathered = gather_embeddings(embed, parts, move, count=loss.layout.count)
-                    value = float(of_embeddings(gathered))
-                    if job.measures_embeddings:
-                        sums.add(metrics_of(job, gathered), loss.layout.count(batch))
-                samples += loss.layout.count(batch)
-                total += value * loss.layout.count(batch)
-                for part in parts if job.metrics is not None and not job.measures_embeddings else ():
-                    with autocast(state.model, state.settings.precision):
-                        metrics = metrics_of(job, state.model, move(part))
-                    sums.add(metrics, loss.layout.count(part))
-                self.on_samples(samples)
-        if self.is_stopped():
-            return None
-        if not samples:
-            raise UsageError(f"the validation data of {job.name} have no samples.")
-        return self._record(total / samples, sums.metrics(samples, state.ranks), samples, start)
-
-    def _record(self, loss: float, metrics: dict[str, float], samples: int, start: float) -> ValidationRecord:
-        return ValidationRecord(
-            step=self.state.step,
-            epoch=self.state.stream.position.epoch,
-            loss=loss,
-            metrics=metrics,
-            samples=samples,
-            seconds=time.perf_counter() - start,
-        )
+                    metrics = metrics_of(job, state.model, move(part))
+                sums.add(metrics, loss.layout.count(part))
+            yield samples, samples, value * samples
 
 
 def _global_batches(
-    validation: Batch | Iterable[Batch], global_batch_size: int | None, layout: BatchLayout
+    validation: Batch | Iterable[Batch], global_batch_size: int, layout: BatchLayout
 ) -> Iterator[Batch]:
     """Split one batch with all samples into global batches; pass on the batches of an iterable."""
-    if global_batch_size is not None and is_one_batch(validation):
-        yield from layout.split(validation, global_batch_size)
-    else:
-        yield from [validation] if is_one_batch(validation) else validation
+    yield from layout.split(validation, global_batch_size) if is_one_batch(validation) else validation
 
 
 def _fetched(batches: Iterator[T], fetching: Callable[[], AbstractContextManager[None]]) -> Iterator[T]:

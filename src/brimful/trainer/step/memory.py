@@ -67,7 +67,7 @@ class MemoryMeter:
         self._config = config
         self._state = state
         self._runner = runner
-        saved = None if start.saved is None else start.saved.checkpoint.state
+        saved = None if start.saved is None else start.saved.checkpoint
         self._first_update = 0 if saved is None else saved.updates
         self._measured_update = MEASURED_UPDATE
         if total_steps is not None:

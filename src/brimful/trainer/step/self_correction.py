@@ -7,9 +7,9 @@ from dataclasses import replace
 from brimful.cost.uncertainty import STEP_SPREAD
 from brimful.planner import Plan
 from brimful.planner.simplest import Complexity, complexity_of
+from brimful.report.measurements import comparison_line, plan_again_line
 from brimful.results import SelfCorrection, StepRecord
 from brimful.trainer.monitor.logger import RunLogger
-from brimful.trainer.monitor.self_correction import comparison_line, plan_again_line
 from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.kept_factors import keep_factors
@@ -69,7 +69,7 @@ class SelfCorrecting:
             self._show(refusal)
         if refusal is None and (found.exceeds_budget or may_be_faster(plan, peak_bytes)):
             self._show(plan_again_line(found))
-        self._logger.files.append_record("self_correction", found)
+        self._logger.append("self_correction", found)
 
     def _show(self, line: str) -> None:
         self._logger.progress.show_note(line)

@@ -22,23 +22,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from torch import nn
 
-from brimful.errors import RunDirectoryError, SaveError
+from brimful.errors import ResumeError, RunDirectoryError, SaveError
 from brimful.execution.out_of_memory import with_room
 from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.module_names import plain_state
 from brimful.quantities import format_bytes
+from brimful.trainer.storage.restore import PARTIAL, SAVES, find_saves
 from brimful.trainer.storage.weights import AVERAGE, BEST, TIED, WEIGHTS, distinct_tensors, write_tensors
 
 PLAN = "plan.json"
@@ -48,10 +51,18 @@ METRICS = "metrics.jsonl"
 RESULT = "result.json"
 FALLBACK = "fallback.json"
 REPORT = "report.txt"
-SAVES = "saves"
 TENSORBOARD = "tensorboard"
 NAMES = (PLAN, SETTINGS, JOB, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 """The files that a `RunDirectory` writes."""
+
+_OF_TRAINING = (WEIGHTS, BEST, AVERAGE, RESULT, REPORT)
+"""Files of training, which a run from the beginning would overwrite."""
+
+_OF_UNSAVED_RUN = (PLAN, SETTINGS, JOB, TENSORBOARD, METRICS)
+"""Files that a run writes before its first save, in the order of moving them: `metrics.jsonl`, which shows that
+the run took steps, is last."""
+
+_SET_ASIDE = re.compile(r"unsaved-\d+")
 
 _MOST_ENTRIES_NAMED = 3
 
@@ -73,8 +84,7 @@ class RunDirectory:
     """The directory of one run, locked while open.
 
     `path` is an empty directory, or one that does not exist: it is created with its parents. With `resumes` it
-    may contain a run, to resume or to restart. Raises RunDirectoryError if it is a file, is not empty, is in
-    use, or cannot be created. A method that cannot read or write a file raises SaveError.
+    may contain a run, to resume or to restart. A method that cannot read or write a file raises SaveError.
     """
 
     def __init__(self, path: Path | str, *, resumes: bool = False) -> None:
@@ -103,17 +113,10 @@ class RunDirectory:
         self._metrics.seek(0, os.SEEK_END)
         _OPEN.add(self._metrics)
 
-    @property
-    def metrics_bytes(self) -> int:
-        """Length of `metrics.jsonl` in bytes."""
-        return self._metrics.tell()
-
     def read_metrics(self) -> bytes:
         """Read `metrics.jsonl`: whole lines, unless it is damaged."""
-        try:
+        with self._writing(METRICS):
             return (self.path / METRICS).read_bytes()
-        except OSError as error:
-            raise self._save_error(METRICS, 0, error) from error
 
     def cut_metrics(self, lines: bytes, *, keeps_copy: bool) -> Path | None:
         """Cut `metrics.jsonl` to the lines to keep; further lines are appended after them.
@@ -123,9 +126,9 @@ class RunDirectory:
         only truncated.
         """
         aside = None
-        try:
+        with self._writing(METRICS, len(lines)):
             if keeps_copy and (content := self.read_metrics()):
-                aside = _unused(self.path, "metrics.damaged-{}.jsonl")
+                aside = unused(self.path, "metrics.damaged-{}.jsonl".format)
                 aside.write_bytes(content)
                 bring_to_disk(aside)
                 self._metrics.truncate(0)
@@ -133,16 +136,13 @@ class RunDirectory:
                 self._metrics.write(lines)
             self._metrics.truncate(len(lines))
             self._metrics.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise self._save_error(METRICS, len(lines), error) from error
         return aside
 
-    def bring_metrics_to_disk(self) -> None:
-        """Flush `metrics.jsonl` to the disk (fsync)."""
-        try:
+    def flush_metrics(self) -> int:
+        """Flush `metrics.jsonl` to the disk (fsync); return its length in bytes."""
+        with self._writing(METRICS):
             os.fsync(self._metrics.fileno())
-        except OSError as error:
-            raise self._save_error(METRICS, 0, error) from error
+        return self._metrics.tell()
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a JSON file atomically."""
@@ -153,13 +153,14 @@ class RunDirectory:
         """Append a whole line to `metrics.jsonl`, or none."""
         line = (json.dumps(entry) + "\n").encode()
         end = self._metrics.tell()
-        try:
-            if self._metrics.write(line) != len(line):
-                raise OSError("only a part of the line was written")
-        except OSError as error:
-            self._metrics.truncate(end)
-            self._metrics.seek(end)
-            raise self._save_error(METRICS, len(line), error) from error
+        with self._writing(METRICS, len(line)):
+            try:
+                if self._metrics.write(line) != len(line):
+                    raise OSError("only a part of the line was written")
+            except OSError:
+                self._metrics.truncate(end)
+                self._metrics.seek(end)
+                raise
 
     def save_weights(self, model: nn.Module, name: str, metadata: Mapping[str, str]) -> Path:
         """Write the parameters and buffers of a model to a file, atomically, with the metadata.
@@ -189,16 +190,17 @@ class RunDirectory:
         """Write a temporary file, flush it to the disk, then rename it."""
         path, temporary = self.path / name, self.path / f".{name}.partial"
         is_new = not os.path.lexists(path)
-        try:
-            write(fresh(temporary))
-            shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
-            bring_to_disk(temporary)
-            temporary.replace(path)
-            bring_to_disk(self.path)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise self._save_error(name, size_bytes, error) from error
+        with self._writing(name, size_bytes):
+            try:
+                write(fresh(temporary))
+                shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
+                bring_to_disk(temporary)
+                temporary.replace(path)
+                bring_to_disk(self.path)
+            except (OSError, SafetensorError):
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
         if is_new:
             self._made.append(path)
         return path
@@ -213,15 +215,20 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(f"{saves} cannot be made: {error.strerror or error}.") from error
 
-    def _save_error(self, name: str, size_bytes: int, error: Exception) -> SaveError:
+    @contextmanager
+    def _writing(self, name: str, size_bytes: int = 0) -> Iterator[None]:
+        """Raise SaveError, which says what is there, if the file `name` cannot be read or written."""
         path = self.path / name
-        before = "What was there before is intact" if path.exists() else "Nothing is there"
-        return SaveError(
-            f"{path} could not be written: {getattr(error, 'strerror', None) or error}.\n"
-            f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(free_bytes(path))}\n"
-            f"  {before}; the weights are still in the model (Trainer.model).\n"
-            "  Free some space, or train into another run directory."
-        )
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            before = "What was there before is intact" if path.exists() else "Nothing is there"
+            raise SaveError(
+                f"{path} could not be written: {getattr(error, 'strerror', None) or error}.\n"
+                f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(free_bytes(path))}\n"
+                f"  {before}; the weights are still in the model (Trainer.model).\n"
+                "  Free some space, or train into another run directory."
+            ) from error
 
 
 def _lock(metrics: BinaryIO, path: Path) -> None:
@@ -240,10 +247,7 @@ def _lock(metrics: BinaryIO, path: Path) -> None:
 
 
 def check_not_in_use(path: Path) -> None:
-    """Check that no other process is training in a run directory.
-
-    Raises RunDirectoryError if one is, or if `metrics.jsonl` cannot be opened.
-    """
+    """Check that no other process is training in a run directory."""
     try:
         if (path / METRICS).is_file():
             with (path / METRICS).open("rb") as metrics:
@@ -253,20 +257,63 @@ def check_not_in_use(path: Path) -> None:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a new run may write to `path`, which may not exist yet. Writes nothing.
-
-    Raises RunDirectoryError if it is a file, is not empty, or cannot be read.
-    """
+    """Check that a new run may write to `path`, which may not exist yet. Writes nothing."""
     present = [name for name in entries(path) if name != FALLBACK]
     if present:
         raise not_empty(path, present)
 
 
-def entries(path: Path) -> list[str]:
-    """The sorted names in a directory; none if it does not exist.
+def check_restart(path: Path) -> None:
+    """Check that a run without a save can start from the beginning. Writes nothing.
 
-    Raises RunDirectoryError if `path` is a file, or cannot be read.
+    Its `saves/` may have been moved, or be on a disk that is not mounted: what training wrote is
+    refused, not overwritten.
     """
+    present = entries(path)
+    if saves := find_saves(path):
+        raise ResumeError(
+            f"{path} has saves (the newest is {saves[0].name}) but no {PLAN}, so `brimful train --resume` does "
+            f"not know how it was trained. Bring {PLAN} back; a run of `Trainer` with plain settings is "
+            "resumed by `Trainer(…, resume=True)`."
+        )
+    own = {*NAMES, *(f".{name}.partial" for name in NAMES), FALLBACK, REPORT, SAVES, TENSORBOARD}
+    unknown = [name for name in present if name not in own and not _SET_ASIDE.fullmatch(name)]
+    if unknown:
+        raise not_empty(path, unknown)
+    check_not_in_use(path)
+    if written := [name for name in _OF_TRAINING if name in present]:
+        raise _lost_saves(path, f"it has {', '.join(written)}")
+    if SAVES not in present:
+        if _has_steps(path):
+            raise _lost_saves(path, f"{METRICS} has steps")
+        return
+    others = [name for name in entries(path / SAVES) if not (name.startswith(".") and name.endswith(PARTIAL))]
+    if others:
+        raise _lost_saves(path, f"{path / SAVES} has {others[0]}")
+
+
+def set_unsaved_run_aside(path: Path) -> Path | None:
+    """Move the files of a run that ended before its first save to a directory `unsaved-N` inside its own.
+
+    `check_restart` has checked the run directory. Returns the directory `unsaved-N`; None if that run had not
+    taken a step.
+    """
+    check_not_in_use(path)
+    if not _has_steps(path):
+        return None
+    aside = unused(path, "unsaved-{}".format)
+    try:
+        aside.mkdir()
+        for name in _OF_UNSAVED_RUN:
+            if os.path.lexists(path / name):
+                (path / name).rename(aside / name)
+    except OSError as error:
+        raise not_usable(f"the run directory {path}", error) from error
+    return aside
+
+
+def entries(path: Path) -> list[str]:
+    """The sorted names in a directory; none if it does not exist."""
     if not os.path.lexists(path):
         return []
     if path.exists() and not path.is_dir():
@@ -293,6 +340,28 @@ def not_usable(what: str, error: OSError) -> RunDirectoryError:
     )
 
 
+def _has_steps(path: Path) -> bool:
+    metrics = path / METRICS
+    if not os.path.lexists(metrics):
+        return False
+    if not metrics.is_file():
+        raise RunDirectoryError(f"{metrics} is not a regular file. Choose another run directory.")
+    return metrics.stat().st_size > 0
+
+
+def _lost_saves(path: Path, found: str) -> ResumeError:
+    saves = path / SAVES
+    missing = f"{saves} has no save" if saves.is_dir() else f"{saves} does not exist"
+    weights = next((path / name for name in (WEIGHTS, BEST, AVERAGE) if (path / name).is_file()), None)
+    load = "" if weights is None else f', where load_weights(model, "{weights}") gives a model its weights'
+    return ResumeError(
+        f"the run in {path} cannot be resumed: {found}, but {missing}. A run from the beginning would "
+        "overwrite what was trained, so nothing was changed.\n"
+        "  Bring the saves back, if they were moved or their disk is not mounted. Or train in a new run "
+        f"directory{load}."
+    )
+
+
 def _check_is_no_directory(file: Path) -> None:
     try:
         is_directory = stat.S_ISDIR(file.lstat().st_mode)
@@ -305,11 +374,9 @@ def _check_is_no_directory(file: Path) -> None:
         )
 
 
-def _unused(folder: Path, pattern: str) -> Path:
-    number = 1
-    while os.path.lexists(path := folder / pattern.format(number)):
-        number += 1
-    return path
+def unused(folder: Path, name: Callable[[int], str]) -> Path:
+    """The first path in a directory that is free; `name` makes names from 1, 2, and so on."""
+    return next(path for number in count(1) if not os.path.lexists(path := folder / name(number)))
 
 
 def _open_metrics(path: Path, *, exclusive: bool) -> BinaryIO:

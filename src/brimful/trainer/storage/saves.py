@@ -4,19 +4,24 @@ A save is a directory such as `saves/step-000000120/`; `checkpoint.py` describes
 a temporary name, flushed to the disk and renamed; then the oldest saves are deleted. If the model is sharded,
 each rank writes its shard, and the first rank renames the save once all have sent it the digests of their
 files. `restore.py` reads saves.
+
+Parameters that are not trained have a file of their own, which saves share as long as they stay the same. Each
+save has the file under its own name, so that it is complete by itself; on the disk these are two files with
+several names (hard links), so that damage to one leaves every second save whole. Whether the parameters are the
+same is decided by comparing them with the file byte by byte, because some code changes frozen parameters
+without a trace, as momentum encoders do by `.data`.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -30,15 +35,16 @@ from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import free_frames, with_room
 from brimful.execution.signals import HeldSignals
 from brimful.files import bring_to_disk, free_bytes, fresh
+from brimful.module_names import plain_namer
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
-from brimful.trainer.storage.frozen import frozen_to_share, split_frozen, write_frozen
-from brimful.trainer.storage.manifest import (
+from brimful.trainer.storage.restore import (
     FROZEN,
     MANIFEST,
     MODEL,
+    PARTIAL,
     RUN,
-    SHARDS,
+    SAVES,
     STATE,
     by_step,
     digest_of,
@@ -46,14 +52,11 @@ from brimful.trainer.storage.manifest import (
     name_of,
     step_of,
 )
-from brimful.trainer.storage.run_directory import SAVES
-from brimful.trainer.storage.shards import Shards, divided_of_model, divided_of_optimizer
-from brimful.trainer.storage.weights import TIED, distinct_tensors, write_tensors
+from brimful.trainer.storage.run_directory import unused
+from brimful.trainer.storage.shards import SHARDS, divided_of_model, divided_of_optimizer, own_shards
+from brimful.trainer.storage.weights import TIED, distinct_tensors, write_or_link, write_tensors
 
 T = TypeVar("T")
-
-PARTIAL = ".partial"
-"""Suffix of the name of a save that is being written; the name starts with a dot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +64,19 @@ class _Copies:
     """The copies on the host that one rank writes."""
 
     step: int
-    shards: Shards | None
-    """None if nothing is sharded."""
-    tensors: dict[str, Tensor]
-    tied: dict[str, str]
-    frozen: dict[str, Tensor]
-    """Parameters that are not trained, if nothing is sharded; saves share their file."""
-    frozen_tied: dict[str, str]
+    files: dict[str, tuple[dict[str, Tensor], dict[str, str]]]
+    """The tensors and the metadata of each of its files of tensors, by the name of the file."""
     run: dict[str, Any]
     state: dict[str, Any]
-    """The last six are written by the first rank alone."""
+    """The documents, which the first rank alone writes."""
 
     @property
     def file_bytes(self) -> int:
         """Least size of the files, in bytes."""
-        parts = {} if self.shards is None else self.shards.tensors
-        tensors = sum(tensor.nbytes for tensor in (*self.tensors.values(), *parts.values()))
         counter = _Counter()
         if self.state:
             torch.save(self.state, cast("IO[bytes]", counter))
+        tensors = sum(each.nbytes for tensors, _ in self.files.values() for each in tensors.values())
         return tensors + counter.size_bytes + len(json.dumps(self.run))
 
 
@@ -125,11 +122,11 @@ class Saves:
         without running code.
         """
         self.wait()
-        if self.saved_step == checkpoint.state.step:
+        if self.saved_step == checkpoint.step:
             return
         copies = with_room(
             partial(self._copied, model, checkpoint),
-            during=f"the save after step {checkpoint.state.step} is copied to the host",
+            during=f"the save after step {checkpoint.step} is copied to the host",
         )
         is_first = not self._is_checked
         thread = ThreadPoolExecutor(1, "brimful save")
@@ -141,11 +138,7 @@ class Saves:
             self.wait()  # whether it can be read back must be known before hours of training
 
     def wait(self) -> None:
-        """Wait until the save under way is on the disk.
-
-        Raises SaveError if it could not be written (the saves before it are complete), UsageError if the state
-        cannot be loaded without running code.
-        """
+        """Wait until the save under way is on the disk."""
         if self._writing is None:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again
@@ -160,20 +153,23 @@ class Saves:
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
-        of_optimizer, divided_state = divided_of_optimizer(checkpoint.state.optimizer)
-        divided |= divided_state
+        of_optimizer, divided_state = divided_of_optimizer(checkpoint.optimizer)
         is_first, is_sharded = self._ranks.is_first, self._ranks.is_distributed
-        frozen, rest = ({}, whole) if is_sharded else split_frozen(model, whole)
-        tensors, tied = distinct_tensors(rest, copies=True) if is_first else ({}, {})
-        frozen_tensors, frozen_tied = distinct_tensors(frozen, copies=True)
-        state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
+        frozen, rest = ({}, whole) if is_sharded else _split_frozen(model, whole)
+        files = {}
+        if is_first:
+            tensors, tied = distinct_tensors(rest, copies=True)
+            files[MODEL] = tensors, {TIED: json.dumps(tied | tied_parts)}
+        if frozen:
+            tensors, tied = distinct_tensors(frozen, copies=True)
+            files[FROZEN] = tensors, {TIED: json.dumps(tied)}
+        if is_sharded:
+            name = f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors"
+            files[name] = own_shards(divided | divided_state)
+        state = replace(checkpoint, optimizer=of_optimizer).state_document() if is_first else {}
         return _Copies(
-            step=checkpoint.state.step,
-            shards=Shards(divided) if is_sharded else None,
-            tensors=tensors,
-            tied=tied | tied_parts,
-            frozen=frozen_tensors,
-            frozen_tied=frozen_tied,
+            step=checkpoint.step,
+            files=files,
             run=checkpoint.run_document() if is_first else {},
             state=tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state),
         )
@@ -183,7 +179,7 @@ class Saves:
         path = self._directory / name_of(copies.step)
         unfinished = self._directory / f".{path.name}{PARTIAL}"
         try:
-            self._all_do(partial(self._begin, unfinished, copies))
+            self._all_do(partial(self._begin, unfinished))
             written = self._all_do(partial(self._write_own, unfinished, copies))
             files = {name: digest for of_rank in written for name, digest in of_rank.items()}
             self._all_do(partial(self._finish, unfinished, path, copies, files))
@@ -192,12 +188,15 @@ class Saves:
             raise
         except Exception as error:
             room = f"{_needed(copies)}{_free(self._directory)}"
+            before = "There is no checkpoint before it."
+            if self.saved_step is not None:
+                before = f"The checkpoint after step {self.saved_step} is complete."
             self._discard(unfinished)
             free_frames(error)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {room}\n"
-                f"  {self._before()}"
+                f"  {before}"
             ) from None
         self._is_checked = True
         return copies.step
@@ -206,21 +205,11 @@ class Saves:
         if self._ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _before(self) -> str:
-        if self.saved_step is None:
-            return "There is no checkpoint before it."
-        return f"The checkpoint after step {self.saved_step} is complete."
-
     def set_aside_after(self, step: int) -> None:
         """Rename the refused saves after `step`, where the run resumes, so that they are not used again."""
         for path in by_step(self._directory):
             if step_of(path) > step:
-                refused = path.with_name(f"refused-{path.name}")
-                number = 1
-                while os.path.lexists(refused):
-                    number += 1
-                    refused = path.with_name(f"refused-{path.name}-{number}")
-                path.rename(refused)
+                path.rename(unused(self._directory, partial(_name_of_refused, path)))
 
     def _all_do(self, action: Callable[[], T]) -> list[T]:
         """Gather what the action returns on each rank; if one raises, all raise its error."""
@@ -239,27 +228,24 @@ class Saves:
                 raise UsageError(failed[1]) if failed[0] else _FailedSomewhereError(failed[1])
         return [value for value, _failure in found]  # type: ignore[misc]
 
-    def _begin(self, partial: Path, copies: _Copies) -> None:
+    def _begin(self, partial: Path) -> None:
         if self._ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             if partial.is_symlink():
                 fresh(partial)
-            (partial if copies.shards is None else partial / SHARDS).mkdir(parents=True)
+            (partial / SHARDS if self._ranks.is_distributed else partial).mkdir(parents=True)
 
     def _write_own(self, partial: Path, copies: _Copies) -> dict[str, dict[str, Any]]:
         """Write the files of this rank; return their sizes and digests by name."""
-        names = []
+        names = list(copies.files)
+        for name, (tensors, metadata) in copies.files.items():
+            if name == FROZEN:
+                write_or_link(tensors, partial / name, metadata, self._frozen_to_share())
+            else:
+                write_tensors(tensors, partial / name, metadata)
         if self._ranks.is_first:
-            write_tensors(copies.tensors, partial / MODEL, {TIED: json.dumps(copies.tied)})
             self._write_documents(copies, partial)
-            names += [MODEL, RUN, STATE]
-            if copies.frozen:
-                before = frozen_to_share(self._directory, keep=self._keep)
-                write_frozen(copies.frozen, copies.frozen_tied, partial / FROZEN, before)
-                names.append(FROZEN)
-        if copies.shards is not None:
-            names.append(f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors")
-            copies.shards.write(partial / names[-1])
+            names += [RUN, STATE]
         for name in names:
             bring_to_disk(partial / name)
         return {name: digest_of(partial / name) for name in names}
@@ -272,12 +258,21 @@ class Saves:
             return
         (partial / MANIFEST).write_text(manifest_text(copies.step, files))
         bring_to_disk(partial / MANIFEST)
-        if copies.shards is not None:
+        if self._ranks.is_distributed:
             bring_to_disk(partial / SHARDS)
         bring_to_disk(partial)
         partial.rename(path)
         bring_to_disk(self._directory)
         self._delete_superseded()
+
+    def _frozen_to_share(self) -> Path | None:
+        """The file of frozen parameters that the next save may share; None if there is none.
+
+        It is that of the newest save but one, so that two saves in a row never share one; of the newest if only
+        one save is kept.
+        """
+        found = by_step(self._directory)[min(self._keep, 2) - 1 :]
+        return found[0] / FROZEN if found and (found[0] / FROZEN).is_file() else None
 
     def _write_documents(self, copies: _Copies, partial: Path) -> None:
         """Write everything but the model; the first time, check that it can be read without running code."""
@@ -300,6 +295,32 @@ class Saves:
         """Delete the oldest saves, and incomplete ones of a run that was killed."""
         for old in (*by_step(self._directory)[self._keep :], *self._directory.glob(f".*{PARTIAL}")):
             fresh(old) if old.is_symlink() else shutil.rmtree(old, ignore_errors=True)
+
+
+def _split_frozen(model: nn.Module, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the parameters that are not trained from the rest of a model's state, which is by plain names.
+
+    Returns the frozen parameters, with what belongs to them, such as the scales of quantised weights; and the
+    rest.
+    """
+    plain_name = plain_namer(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    frozen = {plain_name(name) for name, parameter in parameters if not parameter.requires_grad}
+    kept = {name: value for name, value in state.items() if _is_of(name, frozen)}
+    return kept, {name: value for name, value in state.items() if name not in kept}
+
+
+def _is_of(name: str, parameters: Container[str]) -> bool:
+    """Whether an entry is a parameter, or named after one."""
+    while name:
+        if name in parameters:
+            return True
+        name = name.rpartition(".")[0]
+    return False
+
+
+def _name_of_refused(save: Path, number: int) -> str:
+    return f"refused-{save.name}" + ("" if number == 1 else f"-{number}")
 
 
 class _FailedSomewhereError(Exception):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,30 +31,25 @@ from torch.optim import Optimizer
 
 from brimful.errors import ResumeError
 from brimful.module_names import plain_namer, plain_state, wrapped_state
-from brimful.trainer.storage.manifest import SHARDS
-from brimful.trainer.storage.weights import read_tied, write_tensors
+from brimful.trainer.storage.weights import read_tied
 
+SHARDS = "shards"
+"""The directory of a save with the shards of all ranks."""
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys that DCP's reader looks for in a file."""
 
 
-class Shards:
-    """Copies on the host of this rank's shards; `divided` has the sharded tensors by name."""
-
-    def __init__(self, divided: Mapping[str, DTensor]) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._header: dict[str, dict[str, list[int]]] = {}
-        for name, tensor in divided.items():
-            (place,) = tensor.__create_chunk_list__()
-            if math.prod(place.sizes):  # the last ranks may have an empty shard of a small tensor
-                part = tensor.to_local().detach()
-                self.tensors[name] = part.to("cpu", copy=True).contiguous()
-                self._header[name] = {_OFFSETS: list(place.offsets)}
-
-    def write(self, path: Path) -> None:
-        """Write the shards to a file, which is overwritten if it exists."""
-        write_tensors(self.tensors, path, {_HEADER: json.dumps(self._header)})
+def own_shards(divided: Mapping[str, DTensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Copies on the host of this rank's shards, and the metadata of their file, with the offset of each."""
+    tensors: dict[str, Tensor] = {}
+    header: dict[str, dict[str, list[int]]] = {}
+    for name, tensor in divided.items():
+        (place,) = tensor.__create_chunk_list__()
+        if math.prod(place.sizes):  # the last ranks may have an empty shard of a small tensor
+            tensors[name] = tensor.to_local().detach().to("cpu", copy=True).contiguous()
+            header[name] = {_OFFSETS: list(place.offsets)}
+    return tensors, {_HEADER: json.dumps(header)}
 
 
 class SavedTensors:
@@ -82,7 +77,7 @@ class SavedTensors:
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Read into tensors by name, sharded or not, without communication between ranks.
 
-        Their unsharded shapes must be those that were saved. Raises ResumeError if the files cannot be read.
+        Their unsharded shapes must be those that were saved.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -169,11 +164,7 @@ def load_model(model: nn.Module, save: Path, whole_names: Sequence[str]) -> None
                 wanted[name].copy_(filled)
     missing = {saved_names[name] for name, value in wanted.items() if value.numel()} - known
     unexpected = known - set(saved_names.values())
-    if missing or unexpected:
-        raise ResumeError(
-            f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
-            f"{sorted(unexpected)}."
-        )
+    check_names(save, missing, unexpected)
     # runs the model's hooks; the tensors are loaded already
     model.load_state_dict(wrapped_state(model, wanted), strict=False)
 
@@ -182,7 +173,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
     """Add the sharded tensors of a save to an optimizer's state, sharded as the parameters are now.
 
     `state` is the saved `state_dict` without them, `save` the directory of the save. Returns the complete
-    `state_dict`. Raises ResumeError if the saved optimizer has other parameters.
+    `state_dict`.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     source = SavedTensors(save / SHARDS)
@@ -212,6 +203,15 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
         _, index_text, key = name.split(".", maxsplit=2)
         filled.setdefault(int(index_text), {})[key] = tensor
     return {**state, "state": filled}
+
+
+def check_names(save: Path, missing: Set[str], unexpected: Set[str]) -> None:
+    """Raise ResumeError if a save lacks tensors of the model, or the model some of the save."""
+    if missing or unexpected:
+        raise ResumeError(
+            f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
+            f"{sorted(unexpected)}."
+        )
 
 
 def check_alike(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:

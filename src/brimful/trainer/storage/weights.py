@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -60,10 +62,7 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
 
 
 def weights_of_run(directory: Path) -> Path:
-    """The file that `load_weights` loads from a run directory.
-
-    Raises UsageError if the directory has no weights.
-    """
+    """The file that `load_weights` loads from a run directory."""
     names = (BEST, AVERAGE, WEIGHTS)
     for name in names:
         if (directory / name).exists():
@@ -89,15 +88,49 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
         file.write(ordered.ljust(length))
 
 
+def write_or_link(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str], before: Path | None
+) -> None:
+    """Write a safetensors file that does not exist yet; link it to `before` if that has the same content."""
+    if before is not None and _has(before, tensors, metadata):
+        try:
+            os.link(before, path)
+        except OSError:  # the file system has no links, or no more of them
+            path.unlink(missing_ok=True)
+        else:
+            return
+    write_tensors(tensors, path, metadata)
+
+
+def _has(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bool:
+    """Whether a file has these tensors and no others, byte by byte."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata() or {}
+            if {name: found.get(name) for name in metadata} != metadata or set(file.keys()) != set(tensors):
+                return False
+            return all(_is_same(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+    except (OSError, SafetensorError):  # damaged
+        return False
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    return torch.equal(_bytes_of(found), _bytes_of(expected))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: as bytes, NaN is equal to itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 _LENGTH_BYTES = 8
 """Size of the number at the start of a safetensors file, the length of its header."""
 
 
 def read_tensors(path: Path | str) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file to the host, tied ones under each of their names.
-
-    Raises FileFormatError if it is not a safetensors file, or cannot be read.
-    """
+    """Read all tensors of a safetensors file to the host, tied ones under each of their names."""
     tied = read_tied(path)
     try:
         with safe_open(path, framework="pt") as file:
@@ -110,8 +143,7 @@ def read_tensors(path: Path | str) -> dict[str, Tensor]:
 def read_tied(path: Path | str, *, elsewhere: bool = False) -> dict[str, str]:
     """Read the further names of tied tensors in a safetensors file: the name in the file by further name.
 
-    With `elsewhere` the tensors may be in other files. Raises FileFormatError if it is not a safetensors file,
-    or cannot be read.
+    With `elsewhere` the tensors may be in other files.
     """
     if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would block
         raise FileFormatError(f"{path} is not a regular file.")
