@@ -1,7 +1,7 @@
-"""Settings but for the micro-batch size → the candidates of every size, from as few captures as can be.
+"""Settings but for the micro-batch size → the problems of every size, from as few captures as can be.
 
 Sizes are affine in the micro-batch, so captures at two sizes give those of every divisor of the global batch.
-Start reading at `CandidateFamily.candidates`.
+Start reading at `CandidateFamily.of_all_sizes`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import live_profile, pinned_host_bytes, rounding_bytes_of
-from brimful.planner.budget_grid import peak_allocated_bytes
-from brimful.planner.candidate import Candidate, uniform_actions
 from brimful.planner.problem.build import build_problem
 from brimful.planner.request import Request
+from brimful.planner.solutions import Solutions, peak_allocated_bytes, uniform_actions
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.settings import Action, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
@@ -53,12 +51,12 @@ class CandidateFamily:
         """The ways to divide the model into units, which the first size decides for all."""
         self._scaled = RoughlyScaledTraces(capture)
 
-    def candidates(self) -> list[Candidate]:
-        """A candidate for each size that can be captured, and another where a unit is divided.
+    def of_all_sizes(self) -> list[Solutions]:
+        """The problem of each size that can be captured, and others where a unit is divided.
 
         Sizes that cannot be captured are noted; if none can, the first CaptureError or BatchError is raised.
         """
-        found: list[Candidate] = []
+        found: list[Solutions] = []
         failures: dict[int, CaptureError | BatchError] = {}
         for size in self._sizes:
             try:
@@ -70,38 +68,36 @@ class CandidateFamily:
         self._notes += _notes_of(failures)
         return found
 
-    def _of_size(self, micro_batch_size: int) -> list[Candidate]:
+    def _of_size(self, micro_batch_size: int) -> list[Solutions]:
         settings = self._base.with_micro_batch_size(micro_batch_size)
         kept = self._trace(settings)
         if self._divisions is None:
             self._divisions = self._unit_divisions(kept, settings)
         traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
         return [
-            self._candidate(settings, units, kept, recomputed, priced_by=traces[0])
+            self._posed(settings, units, kept, recomputed, priced_by=traces[0])
             for units, recomputed in zip(self._divisions, traces, strict=True)
         ]
 
-    def _candidate(
+    def _posed(
         self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
-    ) -> Candidate:
-        device = self._request.device
+    ) -> Solutions:
         problem = build_problem(
             kept,
             recomputed,
             units,
-            device,
+            self._request.device,
             micro_batches=kept.captured_micro_batches,
             host_bytes=self._host_bytes(settings, kept),
             priced_by=priced_by,  # one trace for all divisions, or their host times would seem to differ
         )
-        return Candidate(
+        return Solutions(
             settings=settings,
-            device=device,
+            device=self._request.device,
             units=units,
             problem=problem,
             kept=kept,
             recomputed=recomputed,
-            kept_seconds=step_seconds(kept, device).total_seconds,
             pinned=self._request.pins.recompute,
         )
 
@@ -184,21 +180,20 @@ class CandidateFamily:
         units = find_units(kept)
         if not units:
             return ()
-        recomputed = uniform_actions(units, Action.RECOMPUTE)
         tried = [kept.settings]
         if len(self._sizes) > 1:
             # Of many sizes, this one is captured anyway; but neither a job nor its model need accept it.
-            small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
-            tried.insert(0, small)
+            tried.insert(0, replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2))
         for settings in tried:
             try:
-                self._capture(replace(settings, units=recomputed))
-            except (BatchError, CaptureError) as error:
-                if settings is not kept.settings or isinstance(error, BatchError):
-                    continue
-                self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
-                return ()
-            break
+                self._capture(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))
+                break
+            except BatchError:
+                continue
+            except CaptureError as error:
+                if settings is kept.settings:
+                    self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+                    return ()
         return units
 
 

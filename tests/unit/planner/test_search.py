@@ -23,7 +23,7 @@ from brimful.planner.problem.splice import Splicer
 from brimful.planner.simplest import SIMPLICITY_FRACTION
 from brimful.quantities import MIB, parse_bytes
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
-from brimful.trace import Trace, TraceLine, unit_of_each_op
+from brimful.trace import Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
 from brimful.trace.units import find_units
 from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
@@ -123,7 +123,7 @@ def test_a_spliced_trace_takes_what_a_capture_does(name: str) -> None:
     kept = capture(name, settings)
     units = find_units(kept)
     recomputed = capture(name, with_action(settings, units, Action.RECOMPUTE))
-    splicer = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units))
+    splicer = Splicer(recomputed, kept, units)
     assert splicer.can_splice()
     for place in range(3):
         actions = tuple(
@@ -144,7 +144,7 @@ def test_a_unit_with_buffers_that_its_forward_leaves_as_they_are_is_spliced() ->
     units = find_units(kept)
     assert units[0] == "bert.embeddings"
     recomputed = capture_step(job, with_action(settings, units, Action.RECOMPUTE), device, steps=1)
-    splicer = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units))
+    splicer = Splicer(recomputed, kept, units)
     assert splicer.can_splice()
     actions = with_action(settings, units, Action.RECOMPUTE).units
     mixed = (replace(actions[0], action=Action.KEEP), *actions[1:])

@@ -39,13 +39,12 @@ from numpy.typing import NDArray
 
 from brimful.cost import RecomputePrices
 from brimful.devices import Device
-from brimful.memory import rounding_bytes_of
 from brimful.planner.problem.offloading import offload_options
 from brimful.planner.problem.savable_ops import Extension, UnitOps, unit_ops
 from brimful.planner.problem.steady_step import BACKWARD_BEGINS, FORWARD_ENDS, SteadyStep
 from brimful.planner.solvers.chain import Option, Problem
 from brimful.settings import Action, UnitAction, has_input_ops
-from brimful.trace import Trace, unit_of_each_op
+from brimful.trace import Trace
 
 KEPT, RECOMPUTED = 0, 1
 """Indices of the first two options of every unit; those that save some ops' results follow."""
@@ -120,14 +119,7 @@ def build_problem(
     bytes_ = _Bytes.of(k, r)
     prices = RecomputePrices(kept, priced_by or recomputed, device)
     offloads = offload_options(k, r, kept, prices, device, host_bytes)
-    all_ops = unit_ops(
-        recomputed,
-        unit_of_each_op(recomputed, units),
-        len(units),
-        micro_batches=micro_batches,
-        rounding_bytes=rounding_bytes_of(recomputed.device_kind),
-        seconds=prices.op_seconds,
-    )
+    all_ops = unit_ops(recomputed, units, micro_batches=micro_batches, seconds=prices.op_seconds)
     by_unit = []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
         choices = _without_offload(i, fqn, ops, bytes_, prices)

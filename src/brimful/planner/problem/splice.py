@@ -21,34 +21,21 @@ from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.planner.problem.savable_ops import CASTS, UnitCall, unit_calls
 from brimful.settings import Action, UnitAction, op_kind
-from brimful.trace import Event, EventKind, Op, Phase, Trace
+from brimful.trace import Event, EventKind, Op, Phase, Trace, own_checkpointed_units, unit_of_each_op
 
 
 class Splicer:
-    """Makes traces of choices.
+    """Makes traces of choices from two captures of a step: one recomputes every unit, one keeps every unit.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        kept: A capture of the same step that keeps every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-        own_checkpointed: Units that the model checkpoints itself, so that what their forward makes is not kept,
-            whatever is chosen. They stay recomputed, which takes a little less than keeping them.
+    What the forward of units makes that the model checkpoints itself is not kept, whatever is chosen. They stay
+    recomputed, which takes a little less than keeping them.
     """
 
-    def __init__(
-        self,
-        recomputed: Trace,
-        kept: Trace,
-        owner: Sequence[int],
-        unit_count: int,
-        own_checkpointed: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, recomputed: Trace, kept: Trace, units: Sequence[str]) -> None:
         self._trace = recomputed
-        self._own_checkpointed = own_checkpointed
-        self._calls = [
-            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
-        ]
+        self._own_checkpointed = own_checkpointed_units(kept, units)
+        owner = unit_of_each_op(recomputed, units)
+        self._calls = [[call for run in runs for call in run] for runs in unit_calls(recomputed, units)]
         self._followed_by = _followed_by(recomputed, self._calls)
         self._backward_begins = _backward_begins(recomputed, owner)
         self._op_of_event = [event.op for event in recomputed.events]
