@@ -50,13 +50,6 @@ class Expected:
         """The least time that its capture may have."""
         return self.seconds * (1 - time_uncertainty(self.settings, offloads=bool(self.settings.offloaded)))
 
-    def captured(self, budget_bytes: int) -> Estimate | None:
-        """A capture of the choice, or of the next lower level's, that truly is within the budget.
-
-        The result is None if no choice is within it, or if one cannot be captured, of which a note is added.
-        """
-        return self.candidate.captured_from(self.level, budget_bytes)
-
 
 class Candidate:
     """One way to train but for the actions of its units: a micro-batch size, a precision and so on.
@@ -109,19 +102,20 @@ class Candidate:
         """The choice that keeps every unit, as expected; None if another action is pinned."""
         if self.solutions.pinned not in (None, Action.KEEP):
             return None
-        choice = self.solutions.uniform_choice(Action.KEEP)
-        level, seconds = len(self.solutions.levels) - 1, self.solutions.kept_seconds
-        return Expected(self, level, self.settings, seconds, self._reserved_bytes(choice))
+        return self._expected_at(len(self.solutions.levels) - 1)
 
     def captured_from(self, level: int, budget_bytes: int) -> Estimate | None:
-        """A capture of the highest level's choice, from `level` downwards, that is within the budget."""
+        """A capture of the highest level's choice, from `level` downwards, that truly is within the budget.
+
+        The result is None if no choice is within it, or if one cannot be captured, of which a note is added.
+        """
         levels = self.solutions.levels
         lower = (each for each in levels[level - 1 :: -1] if level)
         expected = (each for each in lower if self._is_expected_to_fit(each, budget_bytes))
         return self._first_captured(chain([levels[level]], expected), budget_bytes)
 
     def nested_within(self, budget_bytes: int) -> Estimate | None:
-        """The fastest nested segments within the budget, all captured; None as for `Expected.captured`."""
+        """The fastest nested segments within the budget, all captured; None as for `captured_from`."""
         levels = self.solutions.nested_levels
         with self._noting_failures():
             fitting = levels[: self._count_expected(levels, budget_bytes)]

@@ -26,7 +26,7 @@ def fastest_within(candidates: Sequence[Candidate], budget_bytes: int) -> list[E
     for expected in by_least_time(candidates, budget_bytes):
         if expected.seconds_at_best >= _least_seconds(found):
             break
-        if captured := expected.captured(budget_bytes):
+        if captured := expected.candidate.captured_from(expected.level, budget_bytes):
             found.append(captured)
     best = _least_seconds(found)
     nested = [(each.solutions.nested_step_seconds(budget_bytes, best), each) for each in candidates]
@@ -51,7 +51,7 @@ def with_less_offloading(
         if each.settings in offloading and each.solutions.step_seconds(budget_bytes) < least_seconds:
             expected = each.without_offloading.expected_within(budget_bytes)
             if expected and expected.seconds_at_best < least_seconds:
-                captured = expected.captured(budget_bytes)
+                captured = expected.candidate.captured_from(expected.level, budget_bytes)
                 faster += [captured] if captured else []
     return by_time([*found, *faster])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Protocol
 
@@ -225,11 +225,7 @@ def survey_gpus(
 
 def _usual_of(fit: GpuFit, precision: Precision) -> UsualFit:
     return UsualFit(
-        precision=precision,
-        settings=fit.settings,
-        predicted_peak_device_bytes=fit.predicted_peak_device_bytes,
-        predicted_step_seconds=fit.predicted_step_seconds,
-        predicted_step_seconds_interval=fit.predicted_step_seconds_interval,
+        precision=precision, **{field.name: getattr(fit, field.name) for field in fields(FastestFit)}
     )
 
 

@@ -54,7 +54,7 @@ def search(capture: Capture, request: Request) -> Plan:
     if small := step_over_floor(capture, request, trace):
         raise nothing_fits(capture, request, small, trace, baseline, notes, is_searched=False)
     candidates = SearchSpace(capture, with_headroom(request, baseline), trace, notes).candidates()
-    found = _safely_found(candidates, request) or _found(candidates, request)
+    found = _found(candidates, request, request.permits.exceedance) or _found(candidates, request, 1.0)
     if found:
         notes += what_safety_costs(found[0], candidates, request)
     else:
@@ -66,8 +66,8 @@ def search(capture: Capture, request: Request) -> Plan:
     return _plan(request, trace, baseline, candidates, found, notes)
 
 
-def _safely_found(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:
-    """The choice of the plan and the others captured, where it exceeds the limit as rarely as is permitted.
+def _found(candidates: Sequence[Candidate], request: Request, exceedance: float) -> list[Estimate]:
+    """The choice of the plan and the others captured, where it exceeds the limit with at most a probability.
 
     The list is empty if no choice does. The headroom that a choice needs is known once it is captured, so the
     limit is lowered until the choice has enough. A simpler choice is sought only below a limit at which the
@@ -78,21 +78,14 @@ def _safely_found(candidates: Sequence[Candidate], request: Request) -> list[Est
         found = fastest_within(candidates, limit_bytes)
         if not found:
             return []
-        over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+        over_bytes = bytes_over(found[0], request, exceedance)
         if over_bytes <= 0:
             found = _simplest_of(candidates, found, request, limit_bytes)
-            over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+            over_bytes = bytes_over(found[0], request, exceedance)
             if over_bytes <= 0:
                 return found
         limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []
-
-
-def _found(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:
-    """The choice of the plan and the others captured; none if nothing is within the budget."""
-    limit_bytes = request.reserved_budget_bytes
-    fastest = fastest_within(candidates, limit_bytes)
-    return _simplest_of(candidates, fastest, request, limit_bytes) if fastest else []
 
 
 def _simplest_of(

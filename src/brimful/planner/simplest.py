@@ -81,7 +81,7 @@ def simplest_first(
     for order, expected in sorted(simpler, key=itemgetter(0)):
         if order >= own_order:
             break
-        captured = expected.captured(budget_bytes)
+        captured = expected.candidate.captured_from(expected.level, budget_bytes)
         if captured is None:
             continue
         is_simpler = order_of(captured.settings, captured.predicted_peak_reserved_bytes, request) < own_order

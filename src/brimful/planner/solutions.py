@@ -71,14 +71,16 @@ class Solutions:
         chain = self.problem.chain
         least = smallest_peak_bytes(chain)
         most = max(least, chain.peak_bytes(self.uniform_choice(Action.KEEP)))
-        return _grid(least, most, LEVELS if most > least else 1, includes_most=True)
+        steps = LEVELS if most > least else 1
+        return tuple(least + (most - least) * step // steps for step in range(steps + 1))
 
     @cached_property
     def nested_levels(self) -> tuple[int, ...]:
         """Budgets below `levels`, at which segments are nested, rising; none where that takes no less."""
         most = self.smallest_peak_bytes
         least = most if self._segments is None else smallest_segment_peak_bytes(self._segments)
-        return _grid(least, most, NESTED_LEVELS if most > least else 0)
+        steps = NESTED_LEVELS if most > least else 0
+        return tuple(least + (most - least) * step // steps for step in range(steps))
 
     @property
     def smallest_peak_bytes(self) -> int:
@@ -182,11 +184,6 @@ class Solutions:
     def _recompute_seconds(self) -> float:
         """Cost of recomputing every unit in each micro-batch."""
         return self.problem.chain.seconds(self.uniform_choice(Action.RECOMPUTE))
-
-
-def _grid(least: int, most: int, steps: int, *, includes_most: bool = False) -> tuple[int, ...]:
-    """Bytes at equal distances."""
-    return tuple(least + (most - least) * step // steps for step in range(steps + includes_most))
 
 
 def time_uncertainty(settings: Settings, *, offloads: bool) -> float:

@@ -23,7 +23,7 @@ from brimful.planner.problem.splice import Splicer
 from brimful.planner.simplest import SIMPLICITY_FRACTION
 from brimful.quantities import MIB, parse_bytes
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
-from brimful.trace import Trace, TraceLine
+from brimful.trace import EventKind, Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
 from brimful.trace.units import find_units
 from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
@@ -130,8 +130,22 @@ def test_a_spliced_trace_takes_what_a_capture_does(name: str) -> None:
             UnitAction(fqn=unit, action=Action.KEEP if i % 3 == place else Action.RECOMPUTE)
             for i, unit in enumerate(units)
         )
-        truth = peak_bytes(capture(name, replace(settings, units=actions)))
-        assert peak_bytes(splicer.spliced(actions)) == pytest.approx(truth, rel=1e-4)
+        truth, spliced = peak_bytes(capture(name, replace(settings, units=actions))), splicer.spliced(actions)
+        assert peak_bytes(spliced) == pytest.approx(truth, rel=1e-4)
+        assert freed_before_made(spliced) == []
+
+
+def freed_before_made(trace: Trace) -> list[int]:
+    """Storages that are freed and not there, for which the allocator could not be replayed."""
+    live, missing = set(), []
+    for event in trace.events:
+        if event.kind is EventKind.ALLOCATE:
+            live.add(event.storage)
+        elif event.storage in live:
+            live.remove(event.storage)
+        else:
+            missing.append(event.storage)
+    return missing
 
 
 def test_a_unit_with_buffers_that_its_forward_leaves_as_they_are_is_spliced() -> None:

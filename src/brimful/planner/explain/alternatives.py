@@ -29,10 +29,9 @@ _SAME_FRACTION = 0.001
 
 def baseline_alternative(request: Request, baseline: Estimate, best: Estimate) -> Alternative:
     """The record that a plan has of training without one."""
-    return replace(
-        _captured("baseline", baseline, best, request),
-        settings=request.baseline_settings(),
-        fits=baseline.predicted_peak_device_bytes <= request.budget_bytes,
+    settings = request.baseline_settings()
+    return _captured(
+        "baseline", settings, baseline.predicted_peak_reserved_bytes, baseline.step_time, best, request
     )
 
 
@@ -45,12 +44,13 @@ def alternatives(
     by_hand: list[Alternative] = []
     own = [each for each in candidates if _is_baseline_otherwise(each.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
-        largest = _largest_by_hand(own, action, f"{how}, largest micro-batch", best.step_time, request)
+        largest = _largest_by_hand(own, action, f"{how}, largest micro-batch", best, request)
         if largest is not None and largest.settings != best.settings:
             by_label.pop(largest.settings.describe(), None)
             by_hand.append(largest)
-    searched = sorted(by_label.values(), key=_seconds)
-    others = list(_different(searched, [_captured("plan", best, best, request), *by_hand]))
+    others = list(
+        _different(sorted(by_label.values(), key=_seconds), [_of_estimate(best, best, request), *by_hand])
+    )
     return tuple(sorted([*others[:MOST_ALTERNATIVES], *by_hand], key=_seconds))
 
 
@@ -81,7 +81,7 @@ def _searched(
     known = {each.settings for each in found}
     looked_at = (each.expected.get(budget_bytes) for each in candidates)
     searched = [
-        *(_captured(each.settings.describe(), each, best, request) for each in found[1:]),
+        *(_of_estimate(each, best, request) for each in found[1:]),
         *(_expected(each, best) for each in looked_at if each is not None and each.settings not in known),
     ]
     by_label = {each.label: each for each in sorted(searched, key=_seconds, reverse=True)}
@@ -93,30 +93,36 @@ def _searched(
     return by_label
 
 
-def _captured(label: str, captured: Estimate, best: Estimate, request: Request) -> Alternative:
+def _of_estimate(captured: Estimate, best: Estimate, request: Request) -> Alternative:
+    settings, reserved_bytes = captured.settings, captured.predicted_peak_reserved_bytes
+    return _captured(settings.describe(), settings, reserved_bytes, captured.step_time, best, request)
+
+
+def _captured(
+    label: str, settings: Settings, reserved_bytes: int, time: StepTime, best: Estimate, request: Request
+) -> Alternative:
+    """The record of a captured step; whether its prediction fits, and how far it is from the best."""
     return Alternative(
         label=label,
-        settings=captured.settings,
-        predicted_peak_reserved_bytes=captured.predicted_peak_reserved_bytes,
-        predicted_step_seconds=captured.predicted_step_seconds,
-        fits=True,
-        predicted_difference_interval_seconds=difference_interval(
-            captured.step_time, best.step_time, request.device
-        ),
+        settings=settings,
+        predicted_peak_reserved_bytes=reserved_bytes,
+        predicted_step_seconds=time.total_seconds,
+        fits=reserved_bytes <= request.reserved_budget_bytes,
+        predicted_difference_interval_seconds=difference_interval(time, best.step_time, request.device),
     )
 
 
 def _expected(expected: Expected, best: Estimate) -> Alternative:
+    """The record of a choice that was not captured."""
     best_seconds = best.predicted_step_seconds
+    interval = bare_difference_interval(expected.seconds - best_seconds, best_seconds)
     return Alternative(
         label=expected.settings.describe(),
         settings=expected.settings,
         predicted_peak_reserved_bytes=expected.reserved_bytes,
         predicted_step_seconds=expected.seconds,
         fits=True,
-        predicted_difference_interval_seconds=bare_difference_interval(
-            expected.seconds - best_seconds, best_seconds
-        ),
+        predicted_difference_interval_seconds=interval,
     )
 
 
@@ -167,7 +173,7 @@ def least_device_bytes(request: Request, candidates: Sequence[Candidate], best: 
 
 
 def _largest_by_hand(
-    candidates: Sequence[Candidate], action: Action, label: str, best: StepTime, request: Request
+    candidates: Sequence[Candidate], action: Action, label: str, best: Estimate, request: Request
 ) -> Alternative | None:
     """One action for all units at the largest micro-batch that fits; None if none does."""
     for each in sorted(candidates, key=lambda each: -each.settings.micro_batch_size):
@@ -176,13 +182,7 @@ def _largest_by_hand(
         trace = each.solutions.uniform_trace(action)
         reserved_bytes = replay_allocations(trace).peak_reserved_bytes
         if reserved_bytes <= request.reserved_budget_bytes:
+            settings = replace(each.settings, units=uniform_actions(each.solutions.units, action))
             time = step_seconds(trace, request.device)
-            return Alternative(
-                label=label,
-                settings=replace(each.settings, units=uniform_actions(each.solutions.units, action)),
-                predicted_peak_reserved_bytes=reserved_bytes,
-                predicted_step_seconds=time.total_seconds,
-                fits=True,
-                predicted_difference_interval_seconds=difference_interval(time, best, request.device),
-            )
+            return _captured(label, settings, reserved_bytes, time, best, request)
     return None
