@@ -152,7 +152,9 @@ class Splicer:
                 original = counterpart.get(storage)
                 if self._allocated[storage] in edits.dropped:
                     continue  # offloaded
-                if original in held_until and is_left:
+                if original is not None and self._allocated[original] in edits.dropped:
+                    edits.drop(storage)  # copies of buffers, which a kept unit does not make
+                elif original in held_until and is_left:
                     last_op_alive = held_until[original]
                     position = bisect_right(self._op_of_event, last_op_alive)
                     edits.merge_until(original, storage, last_op_alive, position)
