@@ -110,9 +110,8 @@ class Candidate:
         The result is None if no choice is within it, or if one cannot be captured, of which a note is added.
         """
         levels = self.solutions.levels
-        lower = (each for each in levels[level - 1 :: -1] if level)
-        expected = (each for each in lower if self._is_expected_to_fit(each, budget_bytes))
-        return self._first_captured(chain([levels[level]], expected), budget_bytes)
+        lower = (each for each in reversed(levels[:level]) if self._is_expected_to_fit(each, budget_bytes))
+        return self._first_captured(chain([levels[level]], lower), budget_bytes)
 
     def nested_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest nested segments within the budget, all captured; None as for `captured_from`."""

@@ -147,27 +147,29 @@ class SearchSpace:
             try:
                 found += self._of_base(base)
             except (CaptureError, UsageError) as error:
-                if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
-                    self._notes.append(f"FSDP2 is not considered: {error}")
-                    continue
                 found += self._despite(error, base)
         return found
 
     def _despite(self, error: CaptureError | UsageError, base: Settings) -> list[Candidate]:
-        """Candidates after those of `base` failed: with the optimizer's own implementation, or none."""
-        others = self._request.permits.memory_formats[:-1]
-        is_choice = bool(others) and base.memory_format not in others and base in self._request.bases()
-        if base.optimizer_implementation is None and not is_choice:
-            raise error
+        """Candidates after those of `base` failed: with the optimizer's own implementation, or none.
+
+        Where nothing else is permitted in place of `base`, the error is raised.
+        """
+        if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
+            self._notes.append(f"FSDP2 is not considered: {error}")
+            return []
+        failure = error
         if base.optimizer_implementation is not None:
             try:
                 found = self._of_base(replace(base, optimizer_implementation=None))
-            except (CaptureError, UsageError):
-                if not is_choice:
-                    raise
+            except (CaptureError, UsageError) as of_own:
+                failure = of_own
             else:
                 self._notes.append(f"The {base.optimizer_implementation} optimizer is not considered: {error}")
                 return found
+        others = self._request.permits.memory_formats[:-1]
+        if not others or base.memory_format in others or base not in self._request.bases():
+            raise failure
         self._notes.append(f"The memory format {base.memory_format} is not considered: {error}")
         return []
 

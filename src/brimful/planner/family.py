@@ -42,11 +42,8 @@ class CandidateFamily:
         micro_batch_sizes: Sequence[int],
         notes: list[str],
     ) -> None:
-        self._capture = capture
-        self._request = request
-        self._sizes = micro_batch_sizes
-        self._notes = notes
-        self._base = base
+        self._capture, self._request, self._base = capture, request, base
+        self._sizes, self._notes = micro_batch_sizes, notes
         self._divisions: tuple[tuple[str, ...], ...] | None = None
         """The ways to divide the model into units, which the first size decides for all."""
         self._scaled = RoughlyScaledTraces(capture)
@@ -75,31 +72,25 @@ class CandidateFamily:
             self._divisions = self._unit_divisions(kept, settings)
         traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
         return [
-            self._posed(settings, units, kept, recomputed, priced_by=traces[0])
+            Solutions(
+                settings=settings,
+                device=self._request.device,
+                units=units,
+                problem=build_problem(
+                    kept,
+                    recomputed,
+                    units,
+                    self._request.device,
+                    micro_batches=kept.captured_micro_batches,
+                    host_bytes=self._host_bytes(settings, kept),
+                    priced_by=traces[0],  # one for all divisions, or their host times would seem to differ
+                ),
+                kept=kept,
+                recomputed=recomputed,
+                pinned=self._request.pins.recompute,
+            )
             for units, recomputed in zip(self._divisions, traces, strict=True)
         ]
-
-    def _posed(
-        self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
-    ) -> Solutions:
-        problem = build_problem(
-            kept,
-            recomputed,
-            units,
-            self._request.device,
-            micro_batches=kept.captured_micro_batches,
-            host_bytes=self._host_bytes(settings, kept),
-            priced_by=priced_by,  # one trace for all divisions, or their host times would seem to differ
-        )
-        return Solutions(
-            settings=settings,
-            device=self._request.device,
-            units=units,
-            problem=problem,
-            kept=kept,
-            recomputed=recomputed,
-            pinned=self._request.pins.recompute,
-        )
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
         """Host memory for offloaded units; offloading is not tried if ranks shard the model."""
@@ -118,16 +109,16 @@ class CandidateFamily:
         units = self._find_units(kept)
         if not units or self._request.pins.recompute is not None:
             return (units,)
-        divided = [units, *self._finer(units, kept, settings)]
+        divided = self._finer(units, kept, settings)
         joined = self._joined(kept, units)
         if joined != units and not self._lowers_peak(joined, units, settings):
             joined = units
         joined = self._coarser(joined, kept, settings)
-        freeing = [joined, *self._finer(joined, kept, settings, freeing_inputs=True)]
-        least = self._coarser(freeing[-1], kept, settings)
+        freeing = self._finer(joined, kept, settings, freeing_inputs=True)
+        least = self._coarser(freeing, kept, settings)
         pairs = paired(kept, least)
         pairs = least if self._peak_bytes(pairs, settings) is None else pairs
-        return tuple(dict.fromkeys((units, divided[-1], joined, least, pairs)))
+        return tuple(dict.fromkeys((units, divided, joined, least, pairs)))
 
     def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units; if input ops belong to some, with parts put together where that lowers the peak."""
@@ -138,17 +129,17 @@ class CandidateFamily:
 
     def _finer(
         self, units: tuple[str, ...], kept: Trace, settings: Settings, *, freeing_inputs: bool = False
-    ) -> Iterator[tuple[str, ...]]:
-        """Units of which one that alone makes the peak is divided, as long as that lowers it."""
+    ) -> tuple[str, ...]:
+        """The units, of which one that alone makes the peak is divided, as long as that lowers it."""
         while (at_peak := _unit_at_peak(self._all_recomputed(settings, units), units)) is not None:
             parts = divide_unit(kept, at_peak, freeing_inputs=freeing_inputs)
             parts = self._joined(kept, parts) if freeing_inputs else parts
             place = units.index(at_peak)
             finer = (*units[:place], *parts, *units[place + 1 :])
             if finer == units or not self._lowers_peak(finer, units, settings):
-                return
+                break
             units = finer
-            yield units
+        return units
 
     def _joined(self, kept: Trace, units: tuple[str, ...]) -> tuple[str, ...]:
         """The units with the ops that make their input; code compiled whole has none that could be followed."""
@@ -156,11 +147,10 @@ class CandidateFamily:
 
     def _lowers_peak(self, others: tuple[str, ...], units: tuple[str, ...], settings: Settings) -> bool:
         """Whether recomputing others takes less than recomputing these units, as captures show."""
-        peak_bytes = self._peak_bytes(units, settings)
-        least_bytes = self._peak_bytes(others, settings)
-        if peak_bytes is None or least_bytes is None:
+        peak_bytes, less_bytes = (self._peak_bytes(each, settings) for each in (units, others))
+        if peak_bytes is None or less_bytes is None:
             return False
-        return least_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
+        return less_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
 
     def _peak_bytes(self, units: tuple[str, ...], settings: Settings) -> int | None:
         """The peak of recomputing some units; None if that fails, as in what only looks like a Sequential."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from operator import itemgetter
-from typing import NamedTuple
 
 from brimful.cost import difference_interval
 from brimful.planner.candidate import Candidate, Expected
@@ -33,20 +32,6 @@ class Complexity(IntEnum):
     RECOMPUTE = 3
     OFFLOAD = 4
     OPTIMIZER_ON_HOST = 5
-
-
-class Order(NamedTuple):
-    """How simple a choice is: the least comes first."""
-
-    optimizer: int
-    """Place among the optimizers that are permitted, the job's own first; the next three are places too."""
-    precision: int
-    parallelism: int
-    memory_format: int
-    complexity: Complexity
-    needs_expandable_segments: bool
-    changed_units: int
-    reserved_bytes: int
 
 
 def complexity_of(settings: Settings) -> Complexity:
@@ -99,19 +84,19 @@ def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
     return low <= 0 <= high
 
 
-def order_of(settings: Settings, reserved_bytes: int, request: Request) -> Order:
-    """How simple settings are among those that a request permits."""
+def order_of(settings: Settings, reserved_bytes: int, request: Request) -> tuple[int, ...]:
+    """How simple settings are among those that a request permits: the least comes first."""
     permits = request.permits
     optimizers = [request.pins.optimizer, *(each.name for each in permits.other_optimizers)]
-    return Order(
-        optimizer=_place(settings.optimizer, optimizers),
-        precision=_place(settings.precision, permits.precisions),
-        parallelism=_place(settings.parallelism, request.ranks.parallelisms),
-        memory_format=_place(settings.memory_format, permits.memory_formats),
-        complexity=complexity_of(settings),
-        needs_expandable_segments=settings.expandable_segments,
-        changed_units=len(settings.changed),
-        reserved_bytes=reserved_bytes,
+    return (
+        _place(settings.optimizer, optimizers),  # the job's own is the first of these
+        _place(settings.precision, permits.precisions),
+        _place(settings.parallelism, request.ranks.parallelisms),
+        _place(settings.memory_format, permits.memory_formats),
+        complexity_of(settings),
+        settings.expandable_segments,
+        len(settings.changed),
+        reserved_bytes,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from brimful.errors import CaptureError, InfeasibleError, UsageError
@@ -37,7 +38,7 @@ def nothing_fits(
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  baseline: {format_bytes(baseline.predicted_peak_device_bytes)}",
-        *(_least(request, smallest) if is_searched else _floor(request, smallest, trace)),
+        *_too_much(request, smallest, trace, is_searched=is_searched),
         *_why_no_less(request, trace),
         *(f"  would fit: {option}" for option in _options(capture, request, smallest, trace)),
     ]
@@ -51,26 +52,22 @@ def nothing_fits(
     )
 
 
-def _least(request: Request, smallest: Estimate) -> Iterator[str]:
-    """The least that anything permitted takes."""
-    peak = smallest.predicted_peak_device_bytes
-    category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
-    yield (
-        f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
-        f"{format_bytes(peak - request.budget_bytes)} too much"
-    )
-    yield f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}"
-
-
-def _floor(request: Request, small: Estimate, trace: Trace) -> Iterator[str]:
-    """What every plan holds, and the peak of a step that takes little."""
+def _too_much(request: Request, smallest: Estimate, trace: Trace, *, is_searched: bool) -> Iterator[str]:
+    """The least that anything permitted takes; or what every plan holds, and what a small step takes."""
+    peak = f"{format_bytes(smallest.predicted_peak_device_bytes)} ({smallest.settings.describe()})"
     floor = Floor.of(trace, request)
     floor_bytes = floor.held_bytes + request.device.context_bytes
-    yield (
-        f"  every plan holds {floor.parts} at once: {format_bytes(floor_bytes)}, "
-        f"{format_bytes(floor_bytes - request.budget_bytes)} too much"
-    )
-    yield f"  a small step: {format_bytes(small.predicted_peak_device_bytes)} ({small.settings.describe()})"
+    over_bytes = smallest.predicted_peak_device_bytes - request.budget_bytes
+    if is_searched:
+        category, part_bytes = max(smallest.breakdown, key=itemgetter(1))
+        yield f"  smallest predicted peak: {peak}, {format_bytes(over_bytes)} too much"
+        yield f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}"
+    else:
+        yield (
+            f"  every plan holds {floor.parts} at once: {format_bytes(floor_bytes)}, "
+            f"{format_bytes(floor_bytes - request.budget_bytes)} too much"
+        )
+        yield f"  a small step: {peak}"
 
 
 def _why_no_less(request: Request, trace: Trace) -> Iterator[str]:
