@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from brimful.planner.problem.savable_ops import unit_calls
 from brimful.settings import Action, UnitAction, op_kind
-from brimful.trace import Trace, unit_of_each_op
+from brimful.trace import Trace
 from plan.bench import Bench, Outcome
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
@@ -54,7 +54,7 @@ def attention_only(bench: Bench) -> tuple[UnitAction, ...] | None:
 
 def _saving(bench: Bench, chosen: Callable[[Sequence[str]], Iterator[str]]) -> tuple[UnitAction, ...] | None:
     trace = bench.recomputed()
-    calls = unit_calls(trace, unit_of_each_op(trace, bench.units), len(bench.units))
+    calls = unit_calls(trace, bench.units)
     actions = []
     for unit, runs in zip(bench.units, calls, strict=True):
         names = _forward_names(trace, runs[0][0].forward)

@@ -10,7 +10,7 @@ from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.codec import PositiveInt
-from brimful.errors import InfeasibleError, UsageError
+from brimful.errors import UsageError
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import is_of_this_machine
@@ -21,10 +21,7 @@ from brimful.planner import (
     Plan,
     PlanCheck,
     check_trace,
-    infeasible_calibrated,
-    plan_calibrated,
-    request_calibrated,
-    search,
+    search_calibrated,
 )
 from brimful.planner.request import Request
 from brimful.profiling import check_planned_split
@@ -39,9 +36,8 @@ from brimful.status import busy
 from brimful.trace import Trace
 
 SplitCheck = Callable[[Job, Settings, Trace], bool]
-"""A function that returns whether a batch of a job is known to be what its parts are, and raises if it is not.
-
-The trace is that of training without a plan."""
+"""Whether a batch of a job is known to be what its parts are, given settings and the trace of training without
+a plan; raises if the batch may not be divided."""
 
 
 @undisturbed()
@@ -84,8 +80,16 @@ def plan(
         CaptureError: The step cannot be run on fake tensors.
         EquivalenceError: The plan splits the batch, and the loss is not a mean over samples; see `Job.count`.
     """
-    asked = PlanOptions.of(options)
-    return _planned(job, device, asked, global_batch_size, world_size, num_nodes, network, check_planned_split)
+    return _planned(
+        job,
+        device,
+        PlanOptions.of(options),
+        check_planned_split,
+        global_batch_size=global_batch_size,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        network=network,
+    )
 
 
 @undisturbed()
@@ -114,20 +118,21 @@ def plan_of_trainer(
         The plan.
     """
     asked = PlanOptions.of(options)
-    return _planned(job, device, asked, global_batch_size, world_size, 1, None, check)
+    return _planned(job, device, asked, check, global_batch_size=global_batch_size, world_size=world_size)
 
 
 def _planned(
     job: Job,
     device: DeviceLike,
     asked: PlanOptions,
+    check: SplitCheck,
+    *,
     global_batch_size: int,
     world_size: int,
-    num_nodes: int,
-    network: str | float | None,
-    check: SplitCheck,
+    num_nodes: int = 1,
+    network: str | float | None = None,
 ) -> Plan:
-    target = resolve_device(device)
+    target, is_here = resolve_device(device), is_of_this_machine(device)
     longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
     job = longest.job
     if network is not None:
@@ -139,16 +144,15 @@ def _planned(
         global_batch_size=global_batch_size,
         world_size=world_size,
         num_nodes=num_nodes,
-        is_here=is_of_this_machine(device),
+        is_here=is_here,
     )
     memory = memory_here(job, device, ranks_of_machine=world_size // num_nodes)
     if memory is not None and asked.budget is None:
         request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
         request = with_budget(request, capture)
-        is_here = is_of_this_machine(device)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
-        found = _searched(capture, request, calibration)
+        found = search_calibrated(capture, request, calibration)
         is_mean = check(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
@@ -172,16 +176,6 @@ def _calibration(job: Job, request: Request, capture: CachedCapture) -> JobCalib
     if not is_one_kind or not has_job_calibrations() or not request.device.supports(settings.precision):
         return None
     return kept_job_calibration(_kind(job, request, settings, capture))
-
-
-def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibration | None) -> Plan:
-    """The plan of a request, its predictions multiplied by what training measured."""
-    if calibration is None:
-        return search(capture, asked)
-    try:
-        return plan_calibrated(search(capture, request_calibrated(asked, calibration)), asked, calibration)
-    except InfeasibleError as error:
-        raise infeasible_calibrated(error, asked, calibration) from None
 
 
 @undisturbed()

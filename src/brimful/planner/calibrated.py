@@ -1,4 +1,4 @@
-"""A request or a plan, with predictions multiplied by what an earlier run of the job measured.
+"""A search whose predictions are multiplied by what an earlier run of the job measured.
 
 A factor common to all settings does not change which of two is faster or takes less, only which fit. So the
 search stays as it is: its budget is divided by the factor of the peak, and what it predicts is multiplied. The
@@ -12,52 +12,50 @@ from dataclasses import replace
 from brimful.errors import InfeasibleError
 from brimful.planner.plan import Alternative, BudgetPoint, Plan
 from brimful.planner.request import Request
+from brimful.planner.search import search
+from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes
 from brimful.results import JobCalibration
 
 
-def request_calibrated(request: Request, calibration: JobCalibration) -> Request:
-    """The request whose search, by predictions as they are, finds what fits when they are multiplied.
-
-    Budget and limit, without the CUDA context, are divided by the factor of the peak.
-    """
-    return replace(
-        request,
-        budget_bytes=_divided(request.budget_bytes, request, calibration),
-        limit_bytes=None
-        if request.limit_bytes is None
-        else _divided(request.limit_bytes, request, calibration),
-    )
+def search_calibrated(capture: Capture, request: Request, calibration: JobCalibration | None) -> Plan:
+    """The plan that `search` finds, its predictions multiplied by what training measured, if that is known."""
+    if calibration is None:
+        return search(capture, request)
+    try:
+        return _plan(search(capture, _divided(request, calibration)), request, calibration)
+    except InfeasibleError as error:
+        raise _infeasible(error, request, calibration) from None
 
 
-def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -> Plan:
-    """The plan found for `request_calibrated`, its predictions multiplied, with a note of factors other than 1.
+def _divided(request: Request, calibration: JobCalibration) -> Request:
+    """The request with budget and limit, without the CUDA context, divided by the factor of the peak."""
+    context_bytes, factor = request.device.context_bytes, calibration.factor_of_peak
+    budget_bytes = context_bytes + int((request.budget_bytes - context_bytes) / factor)
+    limit_bytes = request.limit_bytes
+    if limit_bytes is not None:
+        limit_bytes = context_bytes + int((limit_bytes - context_bytes) / factor)
+    return replace(request, budget_bytes=budget_bytes, limit_bytes=limit_bytes)
 
-    `request` is the one before calibration.
-    """
-    low_high = plan.predicted_step_seconds_interval
-    times = calibration.time_factor
-    allocated, reserved = (
-        round(size_bytes * calibration.factor_of_peak)
-        for size_bytes in (plan.predicted_peak_allocated_bytes, plan.predicted_peak_reserved_bytes)
-    )
+
+def _plan(plan: Plan, request: Request, calibration: JobCalibration) -> Plan:
+    """The plan found within the divided budget, multiplied, with a note of factors other than 1."""
+    times, factor = calibration.time_factor, calibration.factor_of_peak
     context_bytes = plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+    reserved_bytes = round(plan.predicted_peak_reserved_bytes * factor)
     return replace(
         plan,
         budget_bytes=request.budget_bytes,
-        predicted_peak_allocated_bytes=allocated,
-        predicted_peak_reserved_bytes=reserved,
-        predicted_peak_device_bytes=reserved + context_bytes,
+        predicted_peak_allocated_bytes=round(plan.predicted_peak_allocated_bytes * factor),
+        predicted_peak_reserved_bytes=reserved_bytes,
+        predicted_peak_device_bytes=reserved_bytes + context_bytes,
         predicted_step_seconds=plan.predicted_step_seconds * times,
-        predicted_step_seconds_interval=None
-        if low_high is None
-        else (low_high[0] * times, low_high[1] * times),
+        predicted_step_seconds_interval=_multiplied(plan.predicted_step_seconds_interval, times),
         plain=_alternative(plan.plain, calibration),
         alternatives=tuple(_alternative(each, calibration) for each in plan.alternatives),
         budget_curve=tuple(
             BudgetPoint(
-                budget_bytes=context_bytes
-                + round((point.budget_bytes - context_bytes) * calibration.factor_of_peak),
+                budget_bytes=context_bytes + round((point.budget_bytes - context_bytes) * factor),
                 predicted_step_seconds=point.predicted_step_seconds * times,
             )
             for point in plan.budget_curve
@@ -67,10 +65,8 @@ def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -
     )
 
 
-def infeasible_calibrated(
-    error: InfeasibleError, request: Request, calibration: JobCalibration
-) -> InfeasibleError:
-    """The error that the search raised for `request_calibrated`, with the budget as it was asked."""
+def _infeasible(error: InfeasibleError, request: Request, calibration: JobCalibration) -> InfeasibleError:
+    """The error of the divided budget, with the budget as it was asked."""
     context_bytes, factor = request.device.context_bytes, calibration.factor_of_peak
     corrected = (
         f"a budget of {format_bytes(request.budget_bytes)} counts as {format_bytes(error.budget_bytes)} of "
@@ -84,31 +80,20 @@ def infeasible_calibrated(
     )
 
 
-def reserved_within(budget_bytes: int, *, context_bytes: int, factor: float) -> int:
-    """The most bytes, without the CUDA context, that may be predicted as reserved within a budget.
-
-    `budget_bytes` includes `context_bytes`; `factor` is the measured over the predicted peak.
-    """
-    return int((budget_bytes - context_bytes) / factor)
-
-
-def _divided(size_bytes: int, request: Request, calibration: JobCalibration) -> int:
-    context_bytes = request.device.context_bytes
-    factor = calibration.factor_of_peak
-    return context_bytes + reserved_within(size_bytes, context_bytes=context_bytes, factor=factor)
-
-
 def _alternative(alternative: Alternative, calibration: JobCalibration) -> Alternative:
     interval, times = alternative.predicted_difference_interval_seconds, calibration.time_factor
-    reserved_bytes = round(alternative.predicted_peak_reserved_bytes * calibration.factor_of_peak)
     return replace(
         alternative,
-        predicted_peak_reserved_bytes=reserved_bytes,
+        predicted_peak_reserved_bytes=round(
+            alternative.predicted_peak_reserved_bytes * calibration.factor_of_peak
+        ),
         predicted_step_seconds=alternative.predicted_step_seconds * times,
-        predicted_difference_interval_seconds=None
-        if interval is None
-        else (interval[0] * times, interval[1] * times),
+        predicted_difference_interval_seconds=_multiplied(interval, times),
     )
+
+
+def _multiplied(interval: tuple[float, float] | None, factor: float) -> tuple[float, float] | None:
+    return None if interval is None else (interval[0] * factor, interval[1] * factor)
 
 
 def _changes_what_is_shown(factor: float) -> bool:

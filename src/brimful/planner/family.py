@@ -1,7 +1,7 @@
-"""Settings but for the micro-batch size → the candidates of every size, from as few captures as can be.
+"""Settings but for the micro-batch size → the problems of every size, from as few captures as can be.
 
 Sizes are affine in the micro-batch, so captures at two sizes give those of every divisor of the global batch.
-Start reading at `CandidateFamily.candidates`.
+Start reading at `CandidateFamily.of_all_sizes`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import live_profile, pinned_host_bytes, rounding_bytes_of
-from brimful.planner.budget_grid import peak_allocated_bytes
-from brimful.planner.candidate import Candidate, uniform_actions
 from brimful.planner.problem.build import build_problem
 from brimful.planner.request import Request
+from brimful.planner.solutions import Solutions, peak_allocated_bytes, uniform_actions
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.settings import Action, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
@@ -44,21 +42,18 @@ class CandidateFamily:
         micro_batch_sizes: Sequence[int],
         notes: list[str],
     ) -> None:
-        self._capture = capture
-        self._request = request
-        self._sizes = micro_batch_sizes
-        self._notes = notes
-        self._base = base
+        self._capture, self._request, self._base = capture, request, base
+        self._sizes, self._notes = micro_batch_sizes, notes
         self._divisions: tuple[tuple[str, ...], ...] | None = None
         """The ways to divide the model into units, which the first size decides for all."""
         self._scaled = RoughlyScaledTraces(capture)
 
-    def candidates(self) -> list[Candidate]:
-        """A candidate for each size that can be captured, and another where a unit is divided.
+    def of_all_sizes(self) -> list[Solutions]:
+        """The problem of each size that can be captured, and others where a unit is divided.
 
         Sizes that cannot be captured are noted; if none can, the first CaptureError or BatchError is raised.
         """
-        found: list[Candidate] = []
+        found: list[Solutions] = []
         failures: dict[int, CaptureError | BatchError] = {}
         for size in self._sizes:
             try:
@@ -70,40 +65,32 @@ class CandidateFamily:
         self._notes += _notes_of(failures)
         return found
 
-    def _of_size(self, micro_batch_size: int) -> list[Candidate]:
+    def _of_size(self, micro_batch_size: int) -> list[Solutions]:
         settings = self._base.with_micro_batch_size(micro_batch_size)
         kept = self._trace(settings)
         if self._divisions is None:
             self._divisions = self._unit_divisions(kept, settings)
         traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
         return [
-            self._candidate(settings, units, kept, recomputed, priced_by=traces[0])
+            Solutions(
+                settings=settings,
+                device=self._request.device,
+                units=units,
+                problem=build_problem(
+                    kept,
+                    recomputed,
+                    units,
+                    self._request.device,
+                    micro_batches=kept.captured_micro_batches,
+                    host_bytes=self._host_bytes(settings, kept),
+                    priced_by=traces[0],  # one for all divisions, or their host times would seem to differ
+                ),
+                kept=kept,
+                recomputed=recomputed,
+                pinned=self._request.recompute,
+            )
             for units, recomputed in zip(self._divisions, traces, strict=True)
         ]
-
-    def _candidate(
-        self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
-    ) -> Candidate:
-        device = self._request.device
-        problem = build_problem(
-            kept,
-            recomputed,
-            units,
-            device,
-            micro_batches=kept.captured_micro_batches,
-            host_bytes=self._host_bytes(settings, kept),
-            priced_by=priced_by,  # one trace for all divisions, or their host times would seem to differ
-        )
-        return Candidate(
-            settings=settings,
-            device=device,
-            units=units,
-            problem=problem,
-            kept=kept,
-            recomputed=recomputed,
-            kept_seconds=step_seconds(kept, device).total_seconds,
-            pinned=self._request.recompute,
-        )
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
         """Host memory for offloaded units; offloading is not tried if ranks shard the model."""
@@ -122,16 +109,16 @@ class CandidateFamily:
         units = self._find_units(kept)
         if not units or self._request.recompute is not None:
             return (units,)
-        divided = [units, *self._finer(units, kept, settings)]
+        divided = self._finer(units, kept, settings)
         joined = self._joined(kept, units)
         if joined != units and not self._lowers_peak(joined, units, settings):
             joined = units
         joined = self._coarser(joined, kept, settings)
-        freeing = [joined, *self._finer(joined, kept, settings, freeing_inputs=True)]
-        least = self._coarser(freeing[-1], kept, settings)
+        freeing = self._finer(joined, kept, settings, freeing_inputs=True)
+        least = self._coarser(freeing, kept, settings)
         pairs = paired(kept, least)
         pairs = least if self._peak_bytes(pairs, settings) is None else pairs
-        return tuple(dict.fromkeys((units, divided[-1], joined, least, pairs)))
+        return tuple(dict.fromkeys((units, divided, joined, least, pairs)))
 
     def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units; if input ops belong to some, with parts put together where that lowers the peak."""
@@ -142,17 +129,17 @@ class CandidateFamily:
 
     def _finer(
         self, units: tuple[str, ...], kept: Trace, settings: Settings, *, freeing_inputs: bool = False
-    ) -> Iterator[tuple[str, ...]]:
-        """Units of which one that alone makes the peak is divided, as long as that lowers it."""
+    ) -> tuple[str, ...]:
+        """The units, of which one that alone makes the peak is divided, as long as that lowers it."""
         while (at_peak := _unit_at_peak(self._all_recomputed(settings, units), units)) is not None:
             parts = divide_unit(kept, at_peak, freeing_inputs=freeing_inputs)
             parts = self._joined(kept, parts) if freeing_inputs else parts
             place = units.index(at_peak)
             finer = (*units[:place], *parts, *units[place + 1 :])
             if finer == units or not self._lowers_peak(finer, units, settings):
-                return
+                break
             units = finer
-            yield units
+        return units
 
     def _joined(self, kept: Trace, units: tuple[str, ...]) -> tuple[str, ...]:
         """The units with the ops that make their input; code compiled whole has none that could be followed."""
@@ -160,11 +147,10 @@ class CandidateFamily:
 
     def _lowers_peak(self, others: tuple[str, ...], units: tuple[str, ...], settings: Settings) -> bool:
         """Whether recomputing others takes less than recomputing these units, as captures show."""
-        peak_bytes = self._peak_bytes(units, settings)
-        least_bytes = self._peak_bytes(others, settings)
-        if peak_bytes is None or least_bytes is None:
+        peak_bytes, less_bytes = (self._peak_bytes(each, settings) for each in (units, others))
+        if peak_bytes is None or less_bytes is None:
             return False
-        return least_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
+        return less_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
 
     def _peak_bytes(self, units: tuple[str, ...], settings: Settings) -> int | None:
         """The peak of recomputing some units; None if that fails, as in what only looks like a Sequential."""
@@ -184,21 +170,20 @@ class CandidateFamily:
         units = find_units(kept)
         if not units:
             return ()
-        recomputed = uniform_actions(units, Action.RECOMPUTE)
         tried = [kept.settings]
         if len(self._sizes) > 1:
             # Of many sizes, this one is captured anyway; but neither a job nor its model need accept it.
-            small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
-            tried.insert(0, small)
+            tried.insert(0, replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2))
         for settings in tried:
             try:
-                self._capture(replace(settings, units=recomputed))
-            except (BatchError, CaptureError) as error:
-                if settings is not kept.settings or isinstance(error, BatchError):
-                    continue
-                self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
-                return ()
-            break
+                self._capture(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))
+                break
+            except BatchError:
+                continue
+            except CaptureError as error:
+                if settings is kept.settings:
+                    self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+                    return ()
         return units
 
 

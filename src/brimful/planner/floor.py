@@ -13,8 +13,8 @@ import numpy as np
 
 from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import live_profile, most_held_bytes, rounding_bytes_of
-from brimful.planner.candidate import uniform_actions
 from brimful.planner.request import Request
+from brimful.planner.solutions import uniform_actions
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.settings import Action, Settings
 from brimful.trace import Category, Phase, Trace

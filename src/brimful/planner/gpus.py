@@ -7,15 +7,16 @@ the next is then its memory, its rates, its context, and the staging of reductio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from brimful.cost import StepTime, StepTimer, time_interval
+from brimful.cost import StepTimer, time_interval
 from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
+from brimful.planner.cached_method import cached_method
 from brimful.planner.on_gpus import AllocationsOnGpus
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, DerivedTraces
@@ -165,21 +166,7 @@ def usual_precision(device: Device) -> Precision:
     return Precision.FP32 if device.fp16_flops_per_second is None else Precision.FP16
 
 
-def _speed(fit: GpuFit) -> float:
-    return -(fit.best.predicted_samples_per_second or 0.0)
-
-
-def _cost(fit: GpuFit) -> float:
-    cost = fit.best.predicted_cost_per_million_samples
-    return math.inf if cost is None else cost
-
-
-_SORTS: dict[str, Callable[[GpuFit], tuple[float, ...]]] = {
-    "speed": lambda fit: (_speed(fit),),
-    "memory": lambda fit: (-fit.capacity_bytes, _speed(fit)),
-    "cost": lambda fit: (_cost(fit), _speed(fit)),
-}
-SORTS = tuple(_SORTS)
+SORTS = ("speed", "memory", "cost")
 """What GPUs can be sorted by: the fastest, those with the most memory, or the cheapest per sample first."""
 
 
@@ -189,11 +176,22 @@ def sort_fits(fits: Iterable[GpuFit], sort: str) -> list[GpuFit]:
     A `sort` other than "speed", "memory" or "cost", or "cost" where no GPU has a price, raises UsageError.
     """
     listed = list(fits)
-    if sort not in _SORTS:
+    if sort not in SORTS:
         raise UnknownNameError("order of GPUs", str(sort), SORTS)
     if sort == "cost" and all(fit.price_per_hour is None for fit in listed):
         raise UsageError("GPUs are sorted by cost where prices are given: prices={…}, or --prices FILE.")
-    return sorted(listed, key=lambda fit: (fit.best.settings is None, *_SORTS[sort](fit)))
+    return sorted(listed, key=lambda fit: (fit.best.settings is None, _first_key(fit, sort), _slowness(fit)))
+
+
+def _first_key(fit: GpuFit, sort: str) -> float:
+    if sort == "memory":
+        return -fit.capacity_bytes
+    cost = fit.best.predicted_cost_per_million_samples if sort == "cost" else 0.0
+    return math.inf if cost is None else cost
+
+
+def _slowness(fit: GpuFit) -> float:
+    return -(fit.best.predicted_samples_per_second or 0.0)
 
 
 def survey_gpus(
@@ -212,37 +210,22 @@ def survey_gpus(
     whether the job's batches can be split at all, `compares_usual` whether to try each GPU's usual precision
     too. A step that cannot be run on fake tensors raises CaptureError.
     """
-    families: list[_Family] = []
-    splitting = _Splitting(can_split, splits_coupled_batches)
-
-    def fit_in(precision: Precision, device: Device) -> GpuFit:
-        def family_of(precision: Precision) -> _Family:
-            return _family_of(device, replace(base, precision=precision), capture, families, splitting)
-
-        return _fit(family_of, precision, device)
-
-    def fit(device: Device) -> GpuFit:
-        own = fit_in(base.precision, device)
-        if not compares_usual:
-            return own
-        precision = usual_precision(device)
-        in_usual = own if precision is base.precision else fit_in(precision, device)
-        return replace(own, usual=_usual_of(in_usual, precision))
-
+    survey = _Survey(capture, base, can_split=can_split, splits_coupled_batches=splits_coupled_batches)
     fits = []
     for number, device in enumerate(devices, start=1):
         with reporting_part(f"{device.name}, {number} of {len(devices)}"):
-            fits.append(fit(device))
+            fit = survey.fit(device, base.precision)
+            if compares_usual:
+                usual = usual_precision(device)
+                in_usual = fit if usual is base.precision else survey.fit(device, usual)
+                fit = replace(fit, usual=_usual_of(in_usual, usual))
+            fits.append(fit)
     return tuple(fits)
 
 
 def _usual_of(fit: GpuFit, precision: Precision) -> UsualFit:
     return UsualFit(
-        precision=precision,
-        settings=fit.settings,
-        predicted_peak_device_bytes=fit.predicted_peak_device_bytes,
-        predicted_step_seconds=fit.predicted_step_seconds,
-        predicted_step_seconds_interval=fit.predicted_step_seconds_interval,
+        precision=precision, **{field.name: getattr(fit, field.name) for field in fields(FastestFit)}
     )
 
 
@@ -252,179 +235,150 @@ def deciding_class(device: Device) -> tuple[int, int]:
     return (6, 0) if capability[0] == 6 else capability
 
 
-class _Splitting(NamedTuple):
-    """Whether batches can be split, and may be where layers couple their samples."""
+class _Survey:
+    """One job on one GPU after another, of which those that run the same ops share captures."""
 
-    can: bool
-    may_if_coupled: bool
+    def __init__(
+        self, capture: CaptureOn, base: Settings, *, can_split: bool, splits_coupled_batches: bool
+    ) -> None:
+        self._capture = capture
+        self._base = base
+        self._can_split = can_split
+        self._splits_coupled_batches = splits_coupled_batches
+        self._families: list[_Family] = []
+
+    def fit(self, device: Device, precision: Precision) -> GpuFit:
+        """The record of a GPU, in a precision."""
+        family = self._family(device, precision)
+        limit = int(device.capacity_bytes / (1 + MARGIN_FRACTION)) - device.context_bytes
+        candidates = self._kept(family)
+        baseline_bytes = smallest_bytes = family.two_steps(candidates[0]).reserved_bytes(device)
+        if baseline_bytes > limit:  # what is recomputed is never faster than the same kept
+            candidates += [family.recomputing(settings) for settings in candidates if family.units]
+        times = {settings: family.timer(settings).on(device) for settings in candidates}
+        best, best_bytes = None, 0
+        for settings in sorted(candidates, key=lambda settings: times[settings].total_seconds):
+            # The peak of allocated bytes is a lower bound of reserved ones, and takes no replay.
+            if family.two_steps(settings).least_bytes(device) <= limit:
+                reserved_bytes = family.two_steps(settings).reserved_bytes(device)
+                smallest_bytes = min(smallest_bytes, reserved_bytes)
+                if reserved_bytes <= limit:
+                    best, best_bytes = settings, reserved_bytes
+                    break
+        if best is None:
+            least = {settings: family.two_steps(settings).least_bytes(device) for settings in candidates}
+            for settings in sorted(candidates, key=least.__getitem__):
+                if least[settings] < smallest_bytes:
+                    reserved_bytes = family.two_steps(settings).reserved_bytes(device)
+                    smallest_bytes = min(smallest_bytes, reserved_bytes)
+        return GpuFit(
+            device=device.name,
+            capacity_bytes=device.capacity_bytes,
+            predicted_plain_peak_device_bytes=baseline_bytes + device.context_bytes,
+            plain_fits=baseline_bytes <= limit,
+            settings=best,
+            predicted_peak_device_bytes=None if best is None else best_bytes + device.context_bytes,
+            predicted_step_seconds=None if best is None else times[best].total_seconds,
+            predicted_step_seconds_interval=None if best is None else time_interval(times[best], device),
+            change=None if best is not None else self._first_change_that_fits(family, device, limit),
+            predicted_smallest_peak_device_bytes=smallest_bytes + device.context_bytes,
+            confidence=device.confidence,
+            note=torch_builds_note(device),
+        )
+
+    def _kept(self, family: _Family) -> list[Settings]:
+        """The baseline, then its smaller micro-batches; nothing recomputed."""
+        batch = self._base.global_batch_size
+        is_coupled = bool(family.baseline.batch_coupled_modules)
+        is_whole = not self._can_split or (is_coupled and not self._splits_coupled_batches)
+        sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
+        return [family.base.with_micro_batch_size(size) for size in sizes]
+
+    def _family(self, device: Device, precision: Precision) -> _Family:
+        """The family whose ops the device runs; a new one if there is none."""
+        precision = precision if device.supports(precision) else Precision.FP32
+        in_precision = [family for family in self._families if family.base.precision is precision]
+        for family in in_precision:
+            is_known = deciding_class(device) in family.classes
+            if is_known or self._capture.is_same_on(family.device, device, precision):
+                return family
+        base = replace(self._base, precision=precision)
+        small = self._small_trace(device, base)
+        for family in in_precision:
+            if small is not None and family.small is not None and _decide_alike(family.small, small):
+                family.classes.add(deciding_class(device))
+                return family
+        self._families.append(_Family(self._capture, device, base, small))
+        return self._families[-1]
+
+    def _small_trace(self, device: Device, base: Settings) -> Trace | None:
+        """The step at the size that others are scaled from; None if the job makes no such batch."""
+        try:
+            return self._capture(replace(base, micro_batch_size=SCALED_SIZES[0]), device=device)
+        except (CaptureError, BatchError):
+            return None
+
+    def _first_change_that_fits(self, family: _Family, device: Device, limit: int) -> str | None:
+        for name, precision, optimizer in _changes(family.base, device):
+            try:
+                changed = family if precision is family.base.precision else self._family(device, precision)
+                least = changed.recomputing(self._kept(changed)[-1])
+                allocations = changed.two_steps(replace(least, optimizer=optimizer))
+            except CaptureError:  # an optimizer may not take these parameters
+                continue
+            if allocations.least_bytes(device) <= limit and allocations.reserved_bytes(device) <= limit:
+                return name
+        return None
 
 
 class _Family:
     """The traces of one job for GPUs that run the same ops."""
 
-    def __init__(
-        self,
-        capture: CaptureOn,
-        device: Device,
-        base: Settings,
-        splitting: _Splitting,
-        small: Trace | None,
-    ) -> None:
+    def __init__(self, capture: CaptureOn, device: Device, base: Settings, small: Trace | None) -> None:
+        self.device = device
+        self.base = base
+        """The baseline."""
         self.small = small
         """The one capture by which GPUs are compared."""
-        self._scaled = DerivedTraces(partial(capture, device=device))
-        self.device = device
-        self._splitting = splitting
         self.classes = {deciding_class(device)}
-        self.precision = base.precision if device.supports(base.precision) else Precision.FP32
-        self._base = replace(base, precision=self.precision)
-        self._traces: dict[Settings, Trace] = {}
-        self._two_steps: dict[Settings, AllocationsOnGpus] = {}
-        self._timers: dict[Settings, StepTimer] = {}
-        self.baseline = self.trace(self._base)
-        self._units = find_units(self.baseline)
+        self._scaled = DerivedTraces(partial(capture, device=device))
+        self.baseline = self._trace(base)
+        self.units = find_units(self.baseline)
 
-    def kept(self) -> list[Settings]:
-        """The baseline, then its smaller micro-batches; nothing recomputed."""
-        batch = self._base.global_batch_size
-        is_coupled = bool(self.baseline.batch_coupled_modules)
-        is_whole = not self._splitting.can or (is_coupled and not self._splitting.may_if_coupled)
-        sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
-        return [self._base.with_micro_batch_size(size) for size in sizes]
+    def recomputing(self, settings: Settings) -> Settings:
+        """The settings with all units recomputed."""
+        units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in self.units)
+        return replace(settings, units=units)
 
-    def recomputed(self) -> list[Settings]:
-        """The micro-batches of `kept` with all units recomputed."""
-        return [replace(settings, units=self._all_recomputed()) for settings in self.kept() if self._units]
+    @cached_method
+    def timer(self, settings: Settings) -> StepTimer:
+        """Times the step under settings on any GPU."""
+        return StepTimer(self._trace(settings))
 
-    def trace(self, settings: Settings) -> Trace:
-        if settings not in self._traces:
-            self._traces[settings] = self._scaled.at(settings)
-        return self._traces[settings]
-
-    def step_time(self, settings: Settings, device: Device) -> StepTime:
-        if settings not in self._timers:
-            self._timers[settings] = StepTimer(self.trace(settings))
-        return self._timers[settings].on(device)
-
+    @cached_method
     def two_steps(self, settings: Settings) -> AllocationsOnGpus:
         """Two steps under settings: the second finds memory as the allocator was left by the first."""
-        if settings not in self._two_steps:
-            self._two_steps[settings] = AllocationsOnGpus(self.trace(settings).with_last_step_again())
-        return self._two_steps[settings]
+        return AllocationsOnGpus(self._trace(settings).with_last_step_again())
 
-    def least(self) -> Settings:
-        """The smallest micro-batch with all units recomputed."""
-        return replace(self.kept()[-1], units=self._all_recomputed())
-
-    def _all_recomputed(self) -> tuple[UnitAction, ...]:
-        return tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in self._units)
-
-
-def _family_of(
-    device: Device, base: Settings, capture: CaptureOn, families: list[_Family], splitting: _Splitting
-) -> _Family:
-    """The family whose ops the device runs; a new one if there is none."""
-    precision = base.precision if device.supports(base.precision) else Precision.FP32
-    for family in families:
-        if family.precision is precision and (
-            deciding_class(device) in family.classes or capture.is_same_on(family.device, device, precision)
-        ):
-            return family
-    small = _small_trace(capture, device, replace(base, precision=precision))
-    for family in families:
-        if small is None or family.small is None or family.precision is not precision:
-            continue
-        if _decide_alike(family.small, small):
-            family.classes.add(deciding_class(device))
-            return family
-    families.append(_Family(capture, device, base, splitting, small))
-    return families[-1]
-
-
-def _small_trace(capture: CaptureOn, device: Device, base: Settings) -> Trace | None:
-    """The step at the size that traces of other sizes are scaled from; None if the job makes no such batch."""
-    try:
-        return capture(replace(base, micro_batch_size=SCALED_SIZES[0]), device=device)
-    except (CaptureError, BatchError):
-        return None
+    @cached_method
+    def _trace(self, settings: Settings) -> Trace:
+        return self._scaled.at(settings)
 
 
 def _decide_alike(a: Trace, b: Trace) -> bool:
-    """Whether two traces differ only in what `_on` sets for each GPU."""
+    """Whether two traces differ only in what is set for each GPU."""
     return a.has_same_shape_as(b) and all(
         x.size_bytes == y.size_bytes or is_sized_by_gpu(x) for x, y in zip(a.storages, b.storages, strict=True)
     )
 
 
-_FamilyOf = Callable[[Precision], _Family]
-"""The family of a GPU in a precision."""
-
-
-def _fit(family_of: _FamilyOf, precision: Precision, device: Device) -> GpuFit:
-    family = family_of(precision)
-    limit = int(device.capacity_bytes / (1 + MARGIN_FRACTION)) - device.context_bytes
-    candidates = family.kept()
-    peaks: dict[Settings, int] = {}
-
-    def peak(settings: Settings) -> int:
-        if settings not in peaks:
-            peaks[settings] = family.two_steps(settings).reserved_bytes(device)
-        return peaks[settings]
-
-    def least(settings: Settings) -> int:
-        return family.two_steps(settings).least_bytes(device)
-
-    baseline_bytes = peak(candidates[0])
-    if baseline_bytes > limit:  # what is recomputed is never faster than the same kept
-        candidates += family.recomputed()
-    times = {settings: family.step_time(settings, device) for settings in candidates}
-    seconds = {settings: time.total_seconds for settings, time in times.items()}
-    by_time = sorted(candidates, key=seconds.__getitem__)
-    # The peak of allocated bytes is a lower bound of reserved ones, and takes no replay.
-    may_fit = (settings for settings in by_time if least(settings) <= limit)
-    best = next((settings for settings in may_fit if peak(settings) <= limit), None)
-    if best is None:
-        for settings in sorted(candidates, key=least):
-            if least(settings) < min(peaks.values()):
-                peak(settings)
-    change = None if best is not None else _first_change_that_fits(family_of, family, device, limit)
-    return GpuFit(
-        device=device.name,
-        capacity_bytes=device.capacity_bytes,
-        predicted_plain_peak_device_bytes=baseline_bytes + device.context_bytes,
-        plain_fits=baseline_bytes <= limit,
-        settings=best,
-        predicted_peak_device_bytes=None if best is None else peak(best) + device.context_bytes,
-        predicted_step_seconds=None if best is None else seconds[best],
-        predicted_step_seconds_interval=None if best is None else time_interval(times[best], device),
-        change=change,
-        predicted_smallest_peak_device_bytes=min(peaks.values()) + device.context_bytes,
-        confidence=device.confidence,
-        note=torch_builds_note(device),
-    )
-
-
-def _first_change_that_fits(family_of: _FamilyOf, family: _Family, device: Device, limit: int) -> str | None:
-    for name, precision, optimizer in _changes(family, device):
-        try:
-            changed = family if precision is family.precision else family_of(precision)
-            settings = replace(changed.least(), optimizer=optimizer)
-            allocations = changed.two_steps(settings)
-        except CaptureError:  # an optimizer may not take these parameters
-            continue
-        if allocations.least_bytes(device) <= limit and allocations.reserved_bytes(device) <= limit:
-            return name
-    return None
-
-
-def _changes(family: _Family, device: Device) -> Iterator[tuple[str, Precision, str | None]]:
+def _changes(base: Settings, device: Device) -> Iterator[tuple[str, Precision, str | None]]:
     """Changes to the mathematics, cheapest first: what they are called, precision and optimizer."""
-    optimizer = family.least().optimizer
-    halves = [p for p in (Precision.BF16, Precision.FP16) if device.supports(p)]
-    half = next(iter(halves), None)
-    if half is not None and family.precision in (Precision.FP32, Precision.TF32):
-        yield f"{half}", half, optimizer
-    if optimizer != "adafactor":
-        yield "adafactor", family.precision, "adafactor"
+    halves = (p for p in (Precision.BF16, Precision.FP16) if device.supports(p))
+    half = next(halves, None)
+    if half is not None and base.precision in (Precision.FP32, Precision.TF32):
+        yield f"{half}", half, base.optimizer
+    if base.optimizer != "adafactor":
+        yield "adafactor", base.precision, "adafactor"
         if half is not None:
             yield f"{half} and adafactor", half, "adafactor"

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def prices_of(prices: Mapping[str, float] | str | Path, names: Sequence[str]) ->
     return found
 
 
-def _read(path: Path, where: str) -> Iterable[tuple[str, Any]]:
+def _read(path: Path, where: str) -> list[tuple[str, Any]]:
     content = read_regular_file(path, what="prices", limit_bytes=PRICES_BYTES)
     try:
         text = content.decode("utf-8-sig")
@@ -61,23 +61,13 @@ def _read(path: Path, where: str) -> Iterable[tuple[str, Any]]:
             raise FileFormatError(
                 f'{where}: write a JSON object such as {{"L4": 0.8}}, price by name of a GPU.'
             )
-        return _pairs(text, where)
+        try:
+            # A dict would keep the last of each name.
+            pairs: list[tuple[str, Any]] = json.loads(text, object_pairs_hook=list)
+        except (ValueError, RecursionError) as error:
+            raise FileFormatError(f"{where}: this is not JSON: {error}.") from None
+        return pairs
     return _rows(text, where)
-
-
-def _pairs(text: str, where: str) -> list[tuple[str, Any]]:
-    """The pairs of a JSON object, of which a dict would keep the last of each name."""
-    objects: list[list[tuple[str, Any]]] = []
-
-    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        objects.append(pairs)
-        return dict(pairs)
-
-    try:
-        json.loads(text, object_pairs_hook=keep)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{where}: this is not JSON: {error}.") from None
-    return objects[-1]  # the outermost object ends last
 
 
 def _rows(text: str, where: str) -> list[tuple[str, Any]]:

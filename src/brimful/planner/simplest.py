@@ -7,14 +7,13 @@ equally simple ones that with most headroom. Start reading at `simplest_first`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from functools import partial
-from operator import attrgetter
-from typing import NamedTuple
+from operator import itemgetter
 
 from brimful.cost import difference_interval
-from brimful.planner.candidate_search import CandidateSearch, ExpectedChoice
+from brimful.planner.candidate import Candidate, Expected
+from brimful.planner.fastest import by_time
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.settings import Settings
@@ -35,20 +34,6 @@ class Complexity(IntEnum):
     OPTIMIZER_ON_HOST = 5
 
 
-class Order(NamedTuple):
-    """How simple a choice is: the least comes first."""
-
-    optimizer: int
-    """Place among the optimizers that are permitted, the job's own first; the next three are places too."""
-    precision: int
-    parallelism: int
-    memory_format: int
-    complexity: Complexity
-    needs_expandable_segments: bool
-    changed_units: int
-    reserved_bytes: int
-
-
 def complexity_of(settings: Settings) -> Complexity:
     """The most complex of what settings do."""
     if settings.offload_optimizer:
@@ -63,7 +48,7 @@ def complexity_of(settings: Settings) -> Complexity:
 
 
 def simplest_first(
-    candidates: Sequence[CandidateSearch], found: Sequence[Estimate], request: Request, budget_bytes: int
+    candidates: Sequence[Candidate], found: Sequence[Estimate], request: Request, budget_bytes: int
 ) -> list[Estimate]:
     """The choices found, by time, but the simplest of those that are as fast as the fastest comes first.
 
@@ -74,20 +59,23 @@ def simplest_first(
     most_seconds = fastest.predicted_step_seconds * (1 + SIMPLICITY_FRACTION)
     others = {each.settings: each for each in found[1:]}
     own_order = order_of(fastest.settings, fastest.predicted_peak_reserved_bytes, request)
-    simpler = _simpler(candidates, fastest, request, budget_bytes, most_seconds)
-    for choice in sorted(simpler, key=attrgetter("order")):
-        if choice.order >= own_order:
+    simpler = [
+        (order_of(each.settings, each.reserved_bytes, request), each)
+        for each in _maybe_as_fast(candidates, fastest, budget_bytes, most_seconds)
+    ]
+    for order, expected in sorted(simpler, key=itemgetter(0)):
+        if order >= own_order:
             break
-        captured = choice.capture()
+        captured = expected.candidate.captured_from(expected.level, budget_bytes)
         if captured is None:
             continue
         is_simpler = order_of(captured.settings, captured.predicted_peak_reserved_bytes, request) < own_order
         is_fast = captured.predicted_step_seconds <= most_seconds and are_as_fast(captured, fastest, request)
         if is_simpler and is_fast:
             others.pop(captured.settings, None)
-            return [captured, fastest, *_by_time(others.values())]
+            return [captured, fastest, *by_time(others.values())]
         others.setdefault(captured.settings, captured)
-    return [fastest, *_by_time(others.values())]
+    return [fastest, *by_time(others.values())]
 
 
 def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
@@ -96,17 +84,17 @@ def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
     return low <= 0 <= high
 
 
-def order_of(settings: Settings, reserved_bytes: int, request: Request) -> Order:
-    """How simple settings are among those that a request permits."""
-    return Order(
-        optimizer=_place(settings.optimizer, request.optimizers),
-        precision=_place(settings.precision, request.precisions),
-        parallelism=_place(settings.parallelism, request.parallelisms),
-        memory_format=_place(settings.memory_format, request.memory_formats),
-        complexity=complexity_of(settings),
-        needs_expandable_segments=settings.expandable_segments,
-        changed_units=len(settings.changed),
-        reserved_bytes=reserved_bytes,
+def order_of(settings: Settings, reserved_bytes: int, request: Request) -> tuple[int, ...]:
+    """How simple settings are among those that a request permits: the least comes first."""
+    return (
+        _place(settings.optimizer, request.optimizers),  # the job's own is the first of these
+        _place(settings.precision, request.precisions),
+        _place(settings.parallelism, request.parallelisms),
+        _place(settings.memory_format, request.memory_formats),
+        complexity_of(settings),
+        settings.expandable_segments,
+        len(settings.changed),
+        reserved_bytes,
     )
 
 
@@ -115,43 +103,18 @@ def _place(chosen: object, permitted: Sequence[object]) -> int:
     return permitted.index(chosen) if chosen in permitted else len(permitted)
 
 
-class _Choice(NamedTuple):
-    """A choice that may be simpler."""
-
-    order: Order
-    capture: Callable[[], Estimate | None]
-    """Captures the choice; returns None if it is not within the budget after all."""
-
-
-def _simpler(
-    candidates: Sequence[CandidateSearch],
-    fastest: Estimate,
-    request: Request,
-    budget_bytes: int,
-    most_seconds: float,
-) -> Iterator[_Choice]:
+def _maybe_as_fast(
+    candidates: Sequence[Candidate], fastest: Estimate, budget_bytes: int, most_seconds: float
+) -> Iterator[Expected]:
     """Choices of candidates that may be as fast: everything kept, or else recomputation without offloading."""
     moves_to_host = complexity_of(fastest.settings) > Complexity.RECOMPUTE
     for each in candidates:
-        bound = each.grid.step_seconds(NO_LIMIT_BYTES)
-        if bound is None or bound * (1 - each.candidate.time_uncertainty) > most_seconds:
+        if not each.solutions.may_take(most_seconds, NO_LIMIT_BYTES):
             continue
         expected = each.kept()
         if expected is None or expected.reserved_bytes > budget_bytes:
-            expected = _recomputed_within(each, budget_bytes, most_seconds) if moves_to_host else None
+            ways = (each, each.without_offloading)
+            may_be = moves_to_host and all(way.solutions.may_take(most_seconds, budget_bytes) for way in ways)
+            expected = each.without_offloading.expected_within(budget_bytes) if may_be else None
         if expected is not None and expected.seconds_at_best <= most_seconds:
-            order = order_of(expected.settings, expected.reserved_bytes, request)
-            yield _Choice(order, partial(expected.search.captured_from, expected.level, budget_bytes))
-
-
-def _recomputed_within(each: CandidateSearch, budget_bytes: int, most_seconds: float) -> ExpectedChoice | None:
-    """The fastest choice of a candidate that is expected to fit without offloading units, if it may be fast."""
-    for search in (each, each.without_offloading()):
-        bound = search.grid.step_seconds(budget_bytes)
-        if bound is None or bound * (1 - each.candidate.time_uncertainty) > most_seconds:
-            return None
-    return each.without_offloading().expected_within(budget_bytes)
-
-
-def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
-    return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
+            yield expected

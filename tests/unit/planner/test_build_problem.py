@@ -15,7 +15,7 @@ from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, bui
 from brimful.planner.problem.splice import Splicer
 from brimful.planner.solvers.chain import Problem, smallest_peak_bytes, solve
 from brimful.settings import Action, Precision, Settings, has_input_ops
-from brimful.trace import Trace, unit_of_each_op
+from brimful.trace import Trace
 from brimful.trace.units import find_units, join_input_ops
 from helpers.planned_jobs import JOBS, SAMPLES, capture, vector_job, with_action
 
@@ -111,7 +111,7 @@ def test_a_spliced_choice_with_input_ops_takes_what_its_capture_does(precision: 
     of, units, settings = posed("unet+", device, precision, 1)
     nothing = capture("unet", replace(settings, units=of.chosen((RECOMPUTED,) * len(units))), device)
     kept = capture("unet", replace(settings, units=()), device)
-    splicer = Splicer(nothing, kept, unit_of_each_op(nothing, units), len(units))
+    splicer = Splicer(nothing, kept, units)
     assert splicer.can_splice()
     for seed in range(3):
         for choice in sample_choices(of.chain, seed):

@@ -17,7 +17,7 @@ from brimful.planner import JobTraits, Plan, Request, search
 from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.trace import Phase, Trace, unit_of_each_op
+from brimful.trace import Phase, Trace
 from brimful.trace.units import find_units
 from helpers.models import GPT
 from helpers.planned_jobs import FASTEST, JOBS, SAMPLES, language_job, with_action
@@ -121,7 +121,7 @@ def test_a_spliced_trace_of_offloaded_units_takes_what_a_capture_does(name: str,
     """Less by one block. More: casts of weights that autocast keeps in each recomputed unit."""
     of = posed(name, precision, 2)
     kept, recomputed, units = traces(name, precision, 2)
-    splicer = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units))
+    splicer = Splicer(recomputed, kept, units)
     assert splicer.can_splice()
     for choice in choices(of, seed=2):
         actions = of.chosen(choice)
@@ -134,7 +134,7 @@ def test_a_spliced_trace_holds_at_the_end_of_forward_what_a_capture_does() -> No
     of = posed("gpt", Precision.FP32, 1)
     kept, recomputed, units = traces("gpt", Precision.FP32, 1)
     actions = of.chosen(choices(of, seed=0)[0])
-    spliced = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units)).spliced(actions)
+    spliced = Splicer(recomputed, kept, units).spliced(actions)
     captured = capture("gpt", replace(kept.settings, units=actions))
     assert held_after_forward(spliced) == held_after_forward(captured)
     assert held_after_forward(captured) < held_after_forward(kept)

@@ -39,13 +39,12 @@ from numpy.typing import NDArray
 
 from brimful.cost import RecomputePrices
 from brimful.devices import Device
-from brimful.memory import rounding_bytes_of
 from brimful.planner.problem.offloading import offload_options
-from brimful.planner.problem.savable_ops import Extension, UnitOps, unit_ops
+from brimful.planner.problem.savable_ops import UnitOps, unit_ops
 from brimful.planner.problem.steady_step import BACKWARD_BEGINS, FORWARD_ENDS, SteadyStep
 from brimful.planner.solvers.chain import Option, Problem
 from brimful.settings import Action, UnitAction, has_input_ops
-from brimful.trace import Trace, unit_of_each_op
+from brimful.trace import Trace
 
 KEPT, RECOMPUTED = 0, 1
 """Indices of the first two options of every unit; those that save some ops' results follow."""
@@ -120,14 +119,7 @@ def build_problem(
     bytes_ = _Bytes.of(k, r)
     prices = RecomputePrices(kept, priced_by or recomputed, device)
     offloads = offload_options(k, r, kept, prices, device, host_bytes)
-    all_ops = unit_ops(
-        recomputed,
-        unit_of_each_op(recomputed, units),
-        len(units),
-        micro_batches=micro_batches,
-        rounding_bytes=rounding_bytes_of(recomputed.device_kind),
-        seconds=prices.op_seconds,
-    )
+    all_ops = unit_ops(recomputed, units, micro_batches=micro_batches, seconds=prices.op_seconds)
     by_unit = []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
         choices = _without_offload(i, fqn, ops, bytes_, prices)
@@ -182,28 +174,10 @@ class _Bytes:
             recomputed_levels=recomputed_levels,
         )
 
-    def levels_inside(self, unit: int) -> _Levels:
-        """A copy of the recomputed step's levels within one unit."""
+    def inside(self, unit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Events within one recomputed unit, and a copy of the levels at them."""
         positions = np.flatnonzero(self.recomputed.is_inside & (self.recomputed.owner == unit))
-        return _Levels(self.recomputed.events[positions], self.recomputed_levels[positions])
-
-
-@dataclass(slots=True)
-class _Levels:
-    """Bytes at the positions inside one recomputed unit, with nothing retained before it."""
-
-    events: NDArray[np.int64]
-    """Events of the trace, in order."""
-    level_bytes: NDArray[np.int64]
-
-    def add(self, extension: Extension) -> None:
-        """Hold a result more, or one less, from one event to another."""
-        first, stop = np.searchsorted(self.events, (extension.first_event, extension.stop_event))
-        self.level_bytes[first:stop] += extension.size_bytes
-
-    def peak_bytes(self) -> int:
-        """The highest level."""
-        return int(self.level_bytes.max(initial=0))
+        return self.recomputed.events[positions], self.recomputed_levels[positions]
 
 
 def _without_offload(i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: RecomputePrices) -> _Choices:
@@ -211,11 +185,11 @@ def _without_offload(i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: Rec
 
     At the end of a recomputed unit's backward there is at least what an earlier kept unit holds.
     """
-    levels, least_bytes = bytes_.levels_inside(i), int(bytes_.kept_backward_peaks[i])
+    (events, levels), least_bytes = bytes_.inside(i), int(bytes_.kept_backward_peaks[i])
     keep = Option(retained_bytes=int(bytes_.retained[i]), peak_bytes=int(bytes_.kept_peaks[i]), seconds=0.0)
     recompute = Option(
         retained_bytes=int(bytes_.stored[i]),
-        peak_bytes=max(levels.peak_bytes(), least_bytes),
+        peak_bytes=max(int(levels.max(initial=0)), least_bytes),
         seconds=ops.recompute_seconds + prices.region_seconds(),
     )
     choices = [
@@ -224,7 +198,7 @@ def _without_offload(i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: Rec
     ]
     sets = [
         (option, UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))
-        for option, saved in _save_some(ops, levels, recompute, least_bytes, prices)
+        for option, saved in _save_some(ops, events, levels, recompute, least_bytes, prices)
     ]
     if ops.choices:  # the first set has only these: they are saved even where all else is recomputed
         choices[RECOMPUTED] = sets.pop(0)
@@ -235,19 +209,25 @@ def _without_offload(i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: Rec
 
 
 def _save_some(
-    ops: UnitOps, levels: _Levels, recompute: Option, least_bytes: int, prices: RecomputePrices
+    ops: UnitOps,
+    events: NDArray[np.int64],
+    levels: NDArray[np.int64],
+    recompute: Option,
+    least_bytes: int,
+    prices: RecomputePrices,
 ) -> Iterator[tuple[Option, tuple[str, ...]]]:
-    """Recompute a unit but for growing sets of ops, whose results are added to the levels."""
+    """Recompute a unit but for growing sets of ops, whose results are added to the levels at events."""
     added = 0
     for chosen in ops.sets():
         for op in chosen[added:]:
             for extension in op.extensions:
-                levels.add(extension)
+                first, stop = np.searchsorted(events, (extension.first_event, extension.stop_event))
+                levels[first:stop] += extension.size_bytes
         added = len(chosen)
         saved_seconds = sum(op.seconds for op in chosen)
         option = Option(
             retained_bytes=recompute.retained_bytes + sum(op.size_bytes for op in chosen),
-            peak_bytes=max(least_bytes, levels.peak_bytes()),
+            peak_bytes=max(least_bytes, int(levels.max(initial=0))),
             seconds=recompute.seconds - saved_seconds + prices.saving_seconds(ops.forward_count),
         )
         yield option, tuple(op.name for op in chosen)

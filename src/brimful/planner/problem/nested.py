@@ -58,7 +58,7 @@ def build_segment_problem(
     deriving = [0 if not j else begins[j] - size + transients[j - 1] for j, size in enumerate(input_bytes)]
     return SegmentProblem(
         input_bytes=tuple(input_bytes),
-        seconds=tuple(_seconds(kept, recomputed, owner, len(units), device, micro_batches - 1)),
+        seconds=tuple(_seconds(kept, recomputed, units, device, micro_batches - 1)),
         forward_peaks_bytes=tuple(forward_peaks),
         backward_peaks_bytes=tuple(backward_peaks),
         deriving_peaks_bytes=tuple(deriving),
@@ -139,12 +139,12 @@ def _runs(steady: SteadyStep, where: NDArray[np.bool_]) -> list[list[tuple[int, 
 
 
 def _seconds(
-    kept: Trace, recomputed: Trace, owner: list[int], unit_count: int, device: Device, micro_batch: int
+    kept: Trace, recomputed: Trace, units: Sequence[str], device: Device, micro_batch: int
 ) -> list[float]:
     """c: of running the forward of the unit before each once more."""
     prices = RecomputePrices(kept, recomputed, device)
     forwards = [
         sum(prices.op_seconds(recomputed.ops[index]) for call in runs[micro_batch] for index in call.forward)
-        for runs in unit_calls(recomputed, owner, unit_count)
+        for runs in unit_calls(recomputed, units)
     ]
     return [0.0, *(seconds + prices.nested_forward_seconds() for seconds in forwards[:-1])]

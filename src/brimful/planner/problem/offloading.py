@@ -18,28 +18,12 @@ from brimful.settings import Action, UnitAction
 from brimful.trace import Phase, Trace
 
 
-@dataclass(frozen=True, slots=True)
-class SentStorages:
-    """Storages that an offloaded unit copies to the host in one micro-batch."""
-
-    sizes_bytes: tuple[int, ...]
-    """Sizes of the storages, rounded like those of the device's allocator."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Pinned host memory that they take."""
-        return sum(map(pinned_bytes, self.sizes_bytes))
-
-    def within(self, most_bytes: int) -> SentStorages:
-        """The storages to offload within a limit of bytes."""
-        return SentStorages(tuple(self.sizes_bytes[i] for i in chosen_to_leave(self.sizes_bytes, most_bytes)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
     """Storages that each unit may offload, and the time of its forward and backward, which hide copies."""
 
-    sent: tuple[SentStorages, ...]
+    sent_bytes: tuple[tuple[int, ...], ...]
+    """By unit, sizes of what it copies to the host in one micro-batch, rounded as on the device."""
     permitted: frozenset[int]
     """Units that may be offloaded."""
     copy_bytes_per_second: float
@@ -61,22 +45,22 @@ class OffloadOptions:
         """Offload a unit, and as much of it as the next one hides, if that is permitted; `keep` keeps it."""
         if unit not in self.permitted:
             return
-        whole = self.sent[unit]
+        whole = self.sent_bytes[unit]
         yield self._option(whole, keep), UnitAction(fqn=fqn, action=Action.OFFLOAD)
         hidden_seconds = min(self.forward_seconds[unit + 1], self.backward_seconds[unit + 1])
-        part = whole.within(int(hidden_seconds * self.copy_bytes_per_second))
-        if part.sizes_bytes and part != whole:
-            most_bytes = sum(part.sizes_bytes)
-            action = UnitAction(fqn=fqn, action=Action.OFFLOAD, most_offloaded_bytes=most_bytes)
+        leaving = chosen_to_leave(whole, int(hidden_seconds * self.copy_bytes_per_second))
+        part = tuple(whole[i] for i in leaving)
+        if part and part != whole:
+            action = UnitAction(fqn=fqn, action=Action.OFFLOAD, most_offloaded_bytes=sum(part))
             yield self._option(part, keep), action
 
-    def _option(self, sent: SentStorages, keep: Option) -> Option:
-        size_bytes = sum(sent.sizes_bytes)
+    def _option(self, sent_bytes: tuple[int, ...], keep: Option) -> Option:
+        size_bytes = sum(sent_bytes)
         return replace(
             keep,
             retained_bytes=keep.retained_bytes - size_bytes,
             lingering_bytes=size_bytes,
-            seconds=self.prices.copying_seconds(len(sent.sizes_bytes), size_bytes),
+            seconds=self.prices.copying_seconds(len(sent_bytes), size_bytes),
             copy_seconds=size_bytes / self.copy_bytes_per_second,
         )
 
@@ -87,17 +71,18 @@ def offload_options(
     """The options for offloading; None if it is not permitted."""
     if not host_bytes or device.host_link_bytes_per_second is None:
         return None
-    sent = _sent(k, r)
+    sent_bytes = _sent_bytes(k, r)
     permitted, left_bytes = [], host_bytes
     for unit in range(k.unit_count - 1):  # beside the last one's copies nothing would run
-        if sent[unit].sizes_bytes and unit in k.called_once and sent[unit].pinned_bytes <= left_bytes:
+        taken_bytes = sum(map(pinned_bytes, sent_bytes[unit]))
+        if sent_bytes[unit] and unit in k.called_once and taken_bytes <= left_bytes:
             permitted.append(unit)
-            left_bytes -= sent[unit].pinned_bytes
+            left_bytes -= taken_bytes
     forward_seconds, backward_seconds = (
         k.seconds_by_unit(kept, phase, prices) for phase in (Phase.FORWARD, Phase.BACKWARD)
     )
     return OffloadOptions(
-        sent=sent,
+        sent_bytes=sent_bytes,
         permitted=frozenset(permitted),
         copy_bytes_per_second=device.host_link_bytes_per_second,
         forward_seconds=forward_seconds,
@@ -106,11 +91,11 @@ def offload_options(
     )
 
 
-def _sent(k: SteadyStep, r: SteadyStep) -> tuple[SentStorages, ...]:
+def _sent_bytes(k: SteadyStep, r: SteadyStep) -> tuple[tuple[int, ...], ...]:
     """What units would send: what only the kept capture holds, at both moments, and no unit passes on."""
     only_kept = [k.held[moment] - r.held[moment] for moment in (FORWARD_ENDS, BACKWARD_BEGINS)]
     sizes_bytes: list[list[int]] = [[] for _ in range(k.unit_count)]
     for made, count in ((only_kept[0] & only_kept[1]) - r.passed_on).items():
         if made.owner >= 0 and made.is_by_op and made.size_bytes > host.LEAST_OFFLOADED_BYTES:
             sizes_bytes[made.owner] += [made.size_bytes] * count
-    return tuple(SentStorages(tuple(of_unit)) for of_unit in sizes_bytes)
+    return tuple(map(tuple, sizes_bytes))

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from brimful.memory import rounding_bytes_of
 from brimful.quantities import round_up
 from brimful.settings import has_input_ops, module_part, op_kind
 from brimful.trace import EventKind, Op, Phase, Trace, unit_of_each_op
@@ -100,27 +102,20 @@ class UnitOps:
 
 
 def unit_ops(
-    recomputed: Trace,
-    owner: Sequence[int],
-    unit_count: int,
-    *,
-    micro_batches: int,
-    rounding_bytes: int,
-    seconds: Callable[[Op], float],
+    recomputed: Trace, units: Sequence[str], *, micro_batches: int, seconds: Callable[[Op], float]
 ) -> list[UnitOps]:
     """The ops of each unit in a capture that recomputes every unit, one record a unit.
 
-    `owner` has by op the unit it belongs to, or -1. Of the captured `micro_batches` that occur, `seconds`
-    prices the last. `rounding_bytes` is the allocator's.
+    Of the captured `micro_batches` that occur, `seconds` prices the last.
     """
-    results = _Results(recomputed, rounding_bytes)
+    results = _Results(recomputed)
     return [
         UnitOps(
             forward_count=sum(len(call.forward) for call in runs[-1]),
             recompute_seconds=sum(seconds(recomputed.ops[index]) for call in runs[-1] for index in call.again),
             savable=_savable(recomputed, runs, results, seconds),
         )
-        for runs in (of_unit[:micro_batches] for of_unit in unit_calls(recomputed, owner, unit_count))
+        for runs in (of_unit[:micro_batches] for of_unit in unit_calls(recomputed, units))
     ]
 
 
@@ -138,11 +133,12 @@ class UnitCall:
     of their results can be saved."""
 
 
-def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
+def unit_calls(recomputed: Trace, units: Sequence[str]) -> list[list[list[UnitCall]]]:
     """Forward and recomputation of each call, op by op, by unit and captured micro-batch.
 
-    The capture recomputes every unit; `owner` has by op the unit it belongs to, or -1.
+    The capture recomputes every unit.
     """
+    owner = unit_of_each_op(recomputed, units)
     forward: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     again: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     input_ops = _input_ops(recomputed, owner)
@@ -161,7 +157,7 @@ def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list
             _calls(recomputed, forward[unit, micro_batch], again[unit, micro_batch], input_ops)
             for micro_batch in range(recomputed.captured_micro_batches)
         ]
-        for unit in range(unit_count)
+        for unit in range(len(units))
     ]
 
 
@@ -202,84 +198,67 @@ def _call(trace: Trace, forward: Sequence[int], again: Sequence[int], input_ops:
 class _Results:
     """What ops return, and when it is dropped."""
 
-    def __init__(self, trace: Trace, rounding_bytes: int) -> None:
-        self._made: dict[int, list[int]] = defaultdict(list)
+    def __init__(self, trace: Trace) -> None:
+        self.made: dict[int, list[int]] = defaultdict(list)
+        """By op, the storages that it returns."""
         self._allocated: dict[int, int] = {}
         self._freed: dict[int, int] = {}
-        self._end = len(trace.events)
         self._trace = trace
-        self._storages = trace.storages
-        self._rounding_bytes = rounding_bytes
-        makers = [storage.op for storage in trace.storages]
+        self._rounding_bytes = rounding_bytes_of(trace.device_kind)
         for position, event in enumerate(trace.events):
-            storage = event.storage
             if event.kind is EventKind.FREE:
-                self._freed[storage] = position
-            elif (maker := makers[storage]) is not None:
-                self._made[maker].append(storage)
-                self._allocated[storage] = position
+                self._freed[event.storage] = position
+            elif (maker := trace.storages[event.storage].op) is not None:
+                self.made[maker].append(event.storage)
+                self._allocated[event.storage] = position
 
-    def extensions(self, forward_op: int, same_op_again: int) -> tuple[Extension, ...]:
+    def extensions(self, forward_op: int, same_op_again: int) -> list[Extension]:
         """The effect of saving the results of an op."""
-        pairs = zip(self._made[forward_op], self._made[same_op_again], strict=False)
-        return tuple(self._extension(first, second) for first, second in pairs)
+        pairs = zip(self.made[forward_op], self.made[same_op_again], strict=False)
+        return [self._extension(first, second) for first, second in pairs]
 
     def _extension(self, first: int, second: int) -> Extension:
         """The effect of saving one result, given the storages that forward and recomputation make for it."""
-        size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
-        dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
+        size_bytes = round_up(self._trace.storages[first].size_bytes, self._rounding_bytes)
+        end, made_again = len(self._trace.events), self._allocated[second]
+        dropped = self._freed.get(first, end)
         if dropped <= made_again:
-            in_forward = self._phase_at(dropped) is Phase.FORWARD
+            in_forward = self._trace.ops[self._trace.events[dropped].op].phase is Phase.FORWARD
             return Extension(
                 first_event=dropped, stop_event=made_again, size_bytes=size_bytes, begins_in_forward=in_forward
             )
-        stop_event = min(dropped, self._freed.get(second, self._end))
+        stop_event = min(dropped, self._freed.get(second, end))
         return Extension(
             first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes, begins_in_forward=False
         )
-
-    def _phase_at(self, event: int) -> Phase:
-        return self._trace.ops[self._trace.events[event].op].phase
-
-    def has_any(self, op: int) -> bool:
-        """Whether an op makes anything that could be saved."""
-        return bool(self._made[op])
 
 
 def _savable(
     trace: Trace, runs: Sequence[Sequence[UnitCall]], results: _Results, seconds: Callable[[Op], float]
 ) -> tuple[SavableOp, ...]:
     """The savable ops of one unit, given its calls by micro-batch; the most seconds per byte first."""
-    calls = [call.pairs for run in runs for call in run]
-    first = calls[0] if calls else None
-    if first is None or any(pairs is None or pairs.keys() != first.keys() for pairs in calls):
+    by_run = [[call.pairs or {} for call in run] for run in runs]
+    first = next(chain.from_iterable(by_run), {})
+    if any(pairs.keys() != first.keys() for pairs in chain.from_iterable(by_run)):
         return ()
     found = []
     for name, (_in_forward, in_recomputation) in first.items():
-        if results.has_any(in_recomputation) and _can_be_saved(trace.ops[in_recomputation]):
-            extensions = [
-                [results.extensions(*call.pairs[name]) for call in run if call.pairs is not None]
-                for run in runs
-            ]
-            last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
-            written_over = list(_written_over(trace, last_run))
-            if any(trace.ops[index].random for index in written_over):
-                continue  # numbers drawn in place are drawn again: they cannot be skipped
-            found.append(
-                SavableOp(
-                    name=name,
-                    seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
-                    extensions=tuple(
-                        extension for of_run in extensions for of_call in of_run for extension in of_call
-                    ),
-                    size_bytes=sum(
-                        extension.size_bytes
-                        for of_call in extensions[-1]
-                        for extension in of_call
-                        if extension.begins_in_forward
-                    ),
-                )
-            )
+        if not results.made[in_recomputation] or not _can_be_saved(trace.ops[in_recomputation]):
+            continue
+        last_run = [pairs[name][1] for pairs in by_run[-1]]
+        written_over = list(_written_over(trace, last_run))
+        if any(trace.ops[index].random for index in written_over):
+            continue  # numbers drawn in place are drawn again: they cannot be skipped
+        extensions = [
+            [extension for pairs in run for extension in results.extensions(*pairs[name])] for run in by_run
+        ]
+        op = SavableOp(
+            name=name,
+            seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
+            extensions=tuple(chain.from_iterable(extensions)),
+            size_bytes=sum(each.size_bytes for each in extensions[-1] if each.begins_in_forward),
+        )
+        found.append(op)
     return tuple(sorted(found, key=lambda op: (not op.is_choice, op.size_bytes / op.seconds)))
 
 

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 
 from msgspec import structs
 
@@ -21,36 +22,21 @@ from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.planner.problem.savable_ops import CASTS, UnitCall, unit_calls
 from brimful.settings import Action, UnitAction, op_kind
-from brimful.trace import Event, EventKind, Op, Phase, Trace
+from brimful.trace import Event, EventKind, Op, Phase, Trace, own_checkpointed_units, unit_of_each_op
 
 
 class Splicer:
-    """Makes traces of choices.
+    """Makes traces of choices from two captures of a step: one recomputes every unit, one keeps every unit.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        kept: A capture of the same step that keeps every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-        own_checkpointed: Units that the model checkpoints itself, so that what their forward makes is not kept,
-            whatever is chosen. They stay recomputed, which takes a little less than keeping them.
+    What the forward of units makes that the model checkpoints itself is not kept, whatever is chosen. They stay
+    recomputed, which takes a little less than keeping them.
     """
 
-    def __init__(
-        self,
-        recomputed: Trace,
-        kept: Trace,
-        owner: Sequence[int],
-        unit_count: int,
-        own_checkpointed: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, recomputed: Trace, kept: Trace, units: Sequence[str]) -> None:
         self._trace = recomputed
-        self._own_checkpointed = own_checkpointed
-        self._calls = [
-            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
-        ]
-        self._followed_by = _followed_by(recomputed, self._calls)
-        self._backward_begins = _backward_begins(recomputed, owner)
+        self._own_checkpointed = own_checkpointed_units(kept, units)
+        self._calls = [[call for run in runs for call in run] for runs in unit_calls(recomputed, units)]
+        self._away = _away(recomputed, self._calls, unit_of_each_op(recomputed, units))
         self._op_of_event = [event.op for event in recomputed.events]
         self._made: dict[int, list[int]] = defaultdict(list)
         """By op, the storages that it returns."""
@@ -102,13 +88,9 @@ class Splicer:
         What the unit passes on, and what others hold when it ends, is kept; so is everything where no other
         unit's forward and backward follow.
         """
-        following = self._followed_by.get(call.forward[0])
-        if following is None:
+        if call.forward[0] not in self._away:
             return
-        unit, micro_batch, last_op = following
-        begins = self._backward_begins.get((unit, micro_batch))
-        if begins is None:
-            return
+        last_op, begins = self._away[call.forward[0]]
         freed_at = bisect_right(self._op_of_event, last_op)
         made_at = bisect_left(self._op_of_event, begins)
         can_leave = self._can_leave(call)
@@ -170,7 +152,9 @@ class Splicer:
                 original = counterpart.get(storage)
                 if self._allocated[storage] in edits.dropped:
                     continue  # offloaded
-                if original in held_until and is_left:
+                if original is not None and self._allocated[original] in edits.dropped:
+                    edits.drop(storage)  # copies of buffers, which a kept unit does not make
+                elif original in held_until and is_left:
                     last_op_alive = held_until[original]
                     position = bisect_right(self._op_of_event, last_op_alive)
                     edits.merge_until(original, storage, last_op_alive, position)
@@ -251,28 +235,25 @@ class _Edits:
         yield from self.inserted.get(len(self._trace.events), ())
 
 
-def _followed_by(trace: Trace, calls: Sequence[Sequence[UnitCall]]) -> dict[int, tuple[int, int, int]]:
-    """By the first op of a call: the next unit, the micro-batch of both, and the last op of its forward."""
-    ordered = sorted(
-        (call.forward[0], unit, trace.ops[call.forward[0]].micro_batch, call.forward[-1])
-        for unit, of_unit in enumerate(calls)
-        for call in of_unit
-        if call.forward
-    )
-    return {
-        first_op: following[1:]
-        for (first_op, _, micro_batch, _), following in pairwise(ordered)
-        if following[2] == micro_batch
-    }
+def _away(
+    trace: Trace, calls: Sequence[Sequence[UnitCall]], owner: Sequence[int]
+) -> dict[int, tuple[int, int]]:
+    """While what each call offloads is away: the last op of the next unit's forward, the first of its backward.
 
-
-def _backward_begins(trace: Trace, owner: Sequence[int]) -> dict[tuple[int, int], int]:
-    """By unit and micro-batch of the last step, the first op of the unit's backward."""
+    Calls are named by the first op of their forward. Missing are those that no other unit's forward follows in
+    the same micro-batch, or that unit has no backward.
+    """
     begins: dict[tuple[int, int], int] = {}
     for index, (op, unit) in enumerate(zip(trace.ops, owner, strict=True)):
         if op.phase is Phase.BACKWARD and op.step == trace.captured_steps - 1 and unit >= 0:
             begins.setdefault((unit, op.micro_batch), index)
-    return begins
+    forwards = ((unit, call.forward) for unit, of_unit in enumerate(calls) for call in of_unit if call.forward)
+    away = {}
+    for (_, forward), (unit, following) in pairwise(sorted(forwards, key=itemgetter(1))):
+        micro_batch = trace.ops[following[0]].micro_batch
+        if trace.ops[forward[0]].micro_batch == micro_batch and (unit, micro_batch) in begins:
+            away[forward[0]] = following[-1], begins[unit, micro_batch]
+    return away
 
 
 def _freed_if_kept(

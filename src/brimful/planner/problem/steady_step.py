@@ -80,6 +80,7 @@ class SteadyStep:
             begun[forward] = np.maximum.accumulate(owner[forward] + 1)
             begun[backward] = np.maximum.accumulate(owner[backward[::-1]] + 1)[::-1]
             occurs[forward] = occurs[backward] = is_forward[forward] = True
+        held, passed_on = _held(trace, step, owner, begun)
         profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
         positions = np.flatnonzero(profile.ops >= 0)
         positions = positions[occurs[profile.ops[positions]]]
@@ -91,8 +92,8 @@ class SteadyStep:
             owner=owner[ops],
             begun=begun[ops],
             moment=np.where(is_forward[ops], FORWARD_ENDS, BACKWARD_BEGINS),
-            held=_held(trace, step, owner, begun),
-            passed_on=_passed_on(trace, step, owner, begun),
+            held=held,
+            passed_on=passed_on,
             called_once=_called_once(owner[_ops_of(trace, step, Phase.FORWARD, 0)]),
             op_owner=owner,
             op_begun=begun,
@@ -149,40 +150,27 @@ def _called_once(owner: NDArray[np.int64]) -> frozenset[int]:
     return frozenset(unit for unit, count in Counter(first_ops.tolist()).items() if count == 1 and unit >= 0)
 
 
-def _passed_on(
-    trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]
-) -> Counter[StorageKey]:
-    """What units of the first forward make that is there when they end, and gone when the forward ends."""
-    rounding_bytes = rounding_bytes_of(trace.device_kind)
-    forward = _ops_of(trace, step, Phase.FORWARD, 0)
-    last_op = {int(owner[op]): int(op) for op in forward}
-    freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
-    passed_on: Counter[StorageKey] = Counter()
-    for event in trace.events:
-        if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
-            storage, unit = trace.storages[event.storage], int(owner[event.op])
-            if unit >= 0 and last_op[unit] < freed_at.get(event.storage, len(trace.ops)) < forward[-1]:
-                size_bytes = round_up(storage.size_bytes, rounding_bytes)
-                passed_on[StorageKey(unit, int(begun[event.op]), storage.label, size_bytes, True)] += 1
-    return passed_on
-
-
 def _held(
     trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]
-) -> tuple[Counter[StorageKey], Counter[StorageKey]]:
-    """What the first forward of a step makes and leaves when it ends and when its backward begins."""
+) -> tuple[tuple[Counter[StorageKey], Counter[StorageKey]], Counter[StorageKey]]:
+    """What the first forward of a step leaves when it ends and when backward begins, and what units pass on."""
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     forward = _ops_of(trace, step, Phase.FORWARD, 0)
     moments = (int(forward[-1]), int(_ops_of(trace, step, Phase.BACKWARD, 0)[0]))
+    last_op = {int(owner[op]): int(op) for op in forward}
     freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
     held: tuple[Counter[StorageKey], Counter[StorageKey]] = (Counter(), Counter())
+    passed_on: Counter[StorageKey] = Counter()
     for event in trace.events:
         storage = trace.storages[event.storage]
         is_by_op = storage.op is not None
         op = event.op if is_by_op else event.op + 1  # what no op made is stored for the next one
         if event.kind is EventKind.ALLOCATE and forward[0] <= op <= forward[-1]:
+            unit, freed = int(owner[op]), freed_at.get(event.storage, len(trace.ops))
             size_bytes = round_up(storage.size_bytes, rounding_bytes)
-            made = StorageKey(int(owner[op]), int(begun[op]), storage.label, size_bytes, is_by_op)
+            made = StorageKey(unit, int(begun[op]), storage.label, size_bytes, is_by_op)
             for moment, at_moment in zip(moments, held, strict=True):
-                at_moment[made] += freed_at.get(event.storage, len(trace.ops)) >= moment
-    return held
+                at_moment[made] += freed >= moment
+            if is_by_op and unit >= 0 and last_op[unit] < freed < forward[-1]:
+                passed_on[made] += 1
+    return held, passed_on

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
-from brimful.planner.baseline import Baseline
 from brimful.planner.coupling import why_kept_whole
 from brimful.planner.floor import Floor
 from brimful.planner.request import Request
@@ -24,7 +24,8 @@ def nothing_fits(
     capture: Capture,
     request: Request,
     smallest: Estimate,
-    baseline: Baseline,
+    trace: Trace,
+    baseline: Estimate,
     notes: Iterable[str],
     *,
     is_searched: bool = True,
@@ -32,52 +33,62 @@ def nothing_fits(
     """The error to raise: by how much nothing fits, because of what, and the nearest options.
 
     `smallest` is the least that anything permitted takes, or if that was not searched for, a step that takes
-    little; `notes` say why something could not be tried.
+    little; `trace` and `baseline` are of training without a plan; `notes` say why something could not be tried.
     """
-    peak = smallest.predicted_peak_device_bytes
-    baseline_bytes = baseline.alternative.predicted_peak_reserved_bytes + request.device.context_bytes
-    category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
-    floor = Floor.of(baseline.trace, request)
-    floor_bytes = floor.held_bytes + request.device.context_bytes
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
-        f"  baseline: {format_bytes(baseline_bytes)}",
+        f"  baseline: {format_bytes(baseline.predicted_peak_device_bytes)}",
+        *_too_much(request, smallest, trace, is_searched=is_searched),
+        *_why_no_less(request, trace),
+        *(f"  would fit: {option}" for option in _options(capture, request, smallest, trace)),
     ]
-    if not is_searched:
-        lines += [
-            f"  every plan holds {floor.parts} at once: {format_bytes(floor_bytes)}, "
-            f"{format_bytes(floor_bytes - request.budget_bytes)} too much",
-            f"  a small step: {format_bytes(peak)} ({smallest.settings.describe()})",
-        ]
-    else:
-        lines += [
-            f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
-            f"{format_bytes(peak - request.budget_bytes)} too much",
-            f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
-        ]
-    if request.device.context_bytes:
-        lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
-    if request.job.why_not_split is not None:
-        lines.append(f"  the batch cannot be split: {request.job.why_not_split}")
-    elif request.keeps_batch_whole(baseline.trace):
-        lines.append(
-            f"  the batch cannot be split: {why_kept_whole(baseline.trace)}. Permit it with "
-            "split_batch_norm, --split-batch-norm (statistics and states are then those of micro-batches)"
-        )
-    if asked := ", ".join(_what_was_asked(request)):
-        lines.append(f"  you asked for: {asked}; without that, a smaller budget may do")
-    is_format_default = request.memory_formats == (None,)
-    if is_format_default and baseline.trace.convolves_images and not floor.is_over(request):
-        lines.append(
-            "  not tried: memory_format='auto' (--memory-format auto). Convolutions may take less in "
-            "channels_last, with results equal within rounding"
-        )
-    lines += [f"  would fit: {option}" for option in _options(capture, request, smallest, baseline.trace)]
-
     if not is_searched:
         lines[-1] += ", perhaps less"
     lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
-    return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
+    return InfeasibleError(
+        "\n".join(lines),
+        budget_bytes=request.budget_bytes,
+        smallest_peak_bytes=smallest.predicted_peak_device_bytes,
+    )
+
+
+def _too_much(request: Request, smallest: Estimate, trace: Trace, *, is_searched: bool) -> Iterator[str]:
+    """The least that anything permitted takes; or what every plan holds, and what a small step takes."""
+    peak = f"{format_bytes(smallest.predicted_peak_device_bytes)} ({smallest.settings.describe()})"
+    floor = Floor.of(trace, request)
+    floor_bytes = floor.held_bytes + request.device.context_bytes
+    over_bytes = smallest.predicted_peak_device_bytes - request.budget_bytes
+    if is_searched:
+        category, part_bytes = max(smallest.breakdown, key=itemgetter(1))
+        yield f"  smallest predicted peak: {peak}, {format_bytes(over_bytes)} too much"
+        yield f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}"
+    else:
+        yield (
+            f"  every plan holds {floor.parts} at once: {format_bytes(floor_bytes)}, "
+            f"{format_bytes(floor_bytes - request.budget_bytes)} too much"
+        )
+        yield f"  a small step: {peak}"
+
+
+def _why_no_less(request: Request, trace: Trace) -> Iterator[str]:
+    """What takes memory in any plan, and what was not tried, or not permitted."""
+    if request.device.context_bytes:
+        yield f"  CUDA context: {format_bytes(request.device.context_bytes)}"
+    if request.job.why_not_split is not None:
+        yield f"  the batch cannot be split: {request.job.why_not_split}"
+    elif request.keeps_batch_whole(trace):
+        yield (
+            f"  the batch cannot be split: {why_kept_whole(trace)}. Permit it with "
+            "split_batch_norm, --split-batch-norm (statistics and states are then those of micro-batches)"
+        )
+    if asked := ", ".join(_what_was_asked(request)):
+        yield f"  you asked for: {asked}; without that, a smaller budget may do"
+    is_format_default = request.memory_formats == (None,)
+    if is_format_default and trace.convolves_images and not Floor.of(trace, request).is_over(request):
+        yield (
+            "  not tried: memory_format='auto' (--memory-format auto). Convolutions may take less in "
+            "channels_last, with results equal within rounding"
+        )
 
 
 def _what_was_asked(request: Request) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""What a reader of a plan should know: notes, alternatives, and why nothing fits."""
