@@ -12,6 +12,8 @@ _MOST_SHOWN = 300
 """Characters of a file's content that an error shows. A choice."""
 
 
+_NOT_FINITE = {"'nan'", "'inf'", "'-inf'"}
+"""Texts in the place of numbers that JSON lacks."""
 _MISFIT = re.compile(r"Object (contains unknown|missing required) field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 
 
@@ -23,8 +25,11 @@ def readable(message: str, kind: Any, path: str) -> str:
         return say(f"{path}{inside}.{name}".removeprefix("."))
     reason, _, inner = message.partition(" - at `$")
     inner = inner.rstrip("`")
-    said = one_line(without_capital(reason))
-    if reason.startswith("Invalid enum value") and (choices := _choices(kind, inner)):
+    said, choices = one_line(without_capital(reason)), _choices(kind, inner)
+    is_enum_value = reason.startswith("Invalid enum value")
+    if set(choices) == _NOT_FINITE:
+        said = "expected `float`, got `str`" if is_enum_value else said.replace("`float | str`", "`float`")
+    elif is_enum_value and choices:
         said += f"; expected {' or '.join(choices)}"
     field = f"{path}{inner}".removeprefix(".")
     return f"field `{one_line(field)}`: {said}" if field else said

@@ -86,7 +86,7 @@ def test_nan_survives_json():
         (RESULT.to_json() | {"run_dir": 3}, "field `run_dir`: expected `path`, got `int`"),
         (RESULT.to_json() | {"budget_bytes": -1}, "field `budget_bytes`: expected `int` >= 0"),
         (RESULT.to_json() | {"losses": []}, "field `losses`: unknown"),
-        (RESULT.to_json() | {"certificate": {"holds": True}}, "field `certificate`: missing field `job`"),
+        (RESULT.to_json() | {"certificate": {"holds": True}}, "missing field `certificate.job`"),
         ({name: value for name, value in RESULT.to_json().items() if name != "recoveries"}, "`recoveries`"),
     ],
 )
