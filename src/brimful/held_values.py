@@ -61,6 +61,8 @@ class HeldValues:
         """Functions that put another value in the place of a name, where there is one."""
         self._containers: list[tuple[Any, Any]] = []
         """Dicts, lists and sets, and closures' cells, with copies of what is in them."""
+        self._long_lists: list[tuple[list[Any], int]] = []
+        """Lists that are not looked at, with their lengths: what is appended to them is removed again."""
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
         self._left = _MOST_IN_ALL
@@ -79,8 +81,9 @@ class HeldValues:
                     if value is not _NOT_HELD and dict.get(container, key, _MISSING) is not value:
                         dict.__setitem__(container, key, value)
             elif isinstance(container, set):
-                container.clear()
-                container.update(content)
+                if container != content:  # a set that is filled again may have another order
+                    container.clear()
+                    container.update(content)
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
                     container.clear()
@@ -89,6 +92,8 @@ class HeldValues:
                 container.cell_contents = content
         for names, name, value in self._globals:
             names[name] = value
+        for entries, length in self._long_lists:
+            del entries[length:]
 
     def outside_of(self, model: nn.Module) -> HeldValues:
         """What is held beside a model's own modules, such as by closures of hooks, which its copies share."""
@@ -136,6 +141,8 @@ class HeldValues:
                 self._containers.append((value, set(value)))
         elif isinstance(value, dict | list | tuple | deque):
             if len(value) > min(_MOST_ENTRIES, self._left):
+                if isinstance(value, list):
+                    self._long_lists.append((value, len(value)))
                 return
             self._left -= len(value)
             can_put = not isinstance(value, tuple)

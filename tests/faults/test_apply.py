@@ -329,6 +329,15 @@ def test_a_batch_that_may_not_be_split_ends_in_an_error_that_changes_nothing(
     assert run.state() == before
 
 
+def test_updates_in_backward_cannot_run_with_less_and_the_error_says_what_ran_out() -> None:
+    whole = replace(WHOLE, optimizer_in_backward=True)
+    run = begun(whole, "sgd", loss=short_of_memory(0), make_model=lambda: nn.Linear(WIDTH, CLASSES), recover=True)
+    before = run.state()
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)allocate 2 GiB.*cannot run with less.*optimizer_in_"):
+        run.step(run.batches[0])
+    assert run.state() == before
+
+
 def test_a_plan_that_permits_splitting_batch_norm_permits_it_after_an_out_of_memory_error_too() -> None:
     job = bf.Job(
         model=Net,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.errors import UsageError
+from brimful.errors import PartialUpdateError, UsageError
 from brimful.execution import in_force
 from brimful.execution.in_force import Prepared
 from brimful.settings import Action, Precision, Settings, UnitAction
@@ -224,6 +224,20 @@ def test_a_step_in_which_memory_runs_out_twice_is_undone() -> None:
     assert loop.gradients() == [None] * 10
     loop.prepared.retry(loop.failing(0))
     assert None not in loop.gradients()
+
+
+def test_an_action_that_stepped_the_optimizer_is_not_run_again() -> None:
+    loop = Loop()
+
+    def trains() -> None:
+        loop.failing(0)()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(PartialUpdateError, match=r"optimizer\.step\(\) outside"):
+        loop.prepared.retry(trains)
+    assert loop.calls == 1
 
 
 def test_earlier_gradients_are_not_lost() -> None:

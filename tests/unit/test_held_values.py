@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from random import Random
 from typing import Any
 
 import pytest
@@ -188,3 +189,24 @@ def test_a_capture_leaves_a_result_that_a_hook_keeps_for_the_user() -> None:
     job = Job(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.randn(4, 2))
     capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
     assert kept["last"] is last
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_set_that_did_not_change_keeps_its_order(seed: int) -> None:
+    random, model = Random(seed), nn.Linear(2, 2)
+    model.taken = {random.randrange(1000) for _ in range(30)}
+    for number in random.sample(sorted(model.taken), 15):
+        model.taken.discard(number)
+        model.taken.add(number + 1000)
+    held, order = HeldValues(model), list(model.taken)
+    held.restore()
+    assert list(model.taken) == order
+
+
+def test_what_is_appended_to_a_long_list_is_removed_again() -> None:
+    model = nn.Linear(2, 2)
+    model.losses = [0.5] * 5000
+    held = HeldValues(model)
+    model.losses.append(1.5)
+    held.restore()
+    assert model.losses == [0.5] * 5000

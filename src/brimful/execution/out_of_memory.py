@@ -43,11 +43,9 @@ is "Failed to CUDA calloc"."""
 def out_of_memory(error: BaseException) -> str | None:
     """The first line of an out-of-memory error's message; None for other errors.
 
-    Causes and contexts of `error` are checked too. brimful's own errors give None: they already report what
-    happened.
+    Causes and contexts of `error` are checked too, up to one of brimful's own errors: it already reports what
+    happened before, and an error that is raised while it is handled is another one.
     """
-    if isinstance(error, BrimfulError):
-        return None
     for each in _chain(error):
         is_by_type = isinstance(each, torch.OutOfMemoryError | MemoryError)
         if is_by_type or (isinstance(each, RuntimeError) and any(word in str(each) for word in _WORDS)):
@@ -204,7 +202,7 @@ def _place(traceback: TracebackType | None) -> str:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     each: BaseException | None = error
-    while each is not None and id(each) not in seen:
+    while each is not None and id(each) not in seen and not isinstance(each, BrimfulError):
         seen.add(id(each))
         yield each
         each = each.__cause__ or each.__context__

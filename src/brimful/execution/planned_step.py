@@ -228,15 +228,15 @@ class PlannedStep:
 
     def _divided_further(self, global_batch: Batch, settings: Settings) -> Settings:
         """The settings with the next smaller micro-batch, if the batch may be divided so."""
-        lowered = smaller_micro_batch(settings)
         is_split = settings.gradient_accumulation_steps > 1
         if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
             raise OutOfMemoryError(f"its batch cannot be split: {reason}")
-        if self._check_split is None:
-            return lowered
         try:
+            lowered = smaller_micro_batch(settings)
+            if self._check_split is None:
+                return lowered
             self._is_checked = self._check_split(lowered, global_batch, is_split=is_split and self._is_checked)
-        except PartialUpdateError:
+        except (OutOfMemoryError, PartialUpdateError):
             raise
         except BrimfulError as error:
             raise OutOfMemoryError(f"its batch may not be split: {error}") from error

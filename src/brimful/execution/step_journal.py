@@ -20,7 +20,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from brimful.errors import OutOfMemoryError, UsageError
+from brimful.errors import OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries, with_room
 from brimful.execution.precision import device_of
@@ -64,7 +64,8 @@ class StepJournal:
         self._device = device_of(model)
         self._buffers = BufferSnapshot(model)
         self._random: RandomState | None = None
-        """Random numbers at the start of the step; None between steps, and once the step is undone."""
+        """Random numbers at the start of the step; None between steps."""
+        self._is_undone = False
         self._done: list[_Action] = []
         self._has_gradients = False
         self._is_within = False
@@ -103,7 +104,7 @@ class StepJournal:
         assert start is not None
 
         def attempt() -> Result:
-            if self._random is None:
+            if self._is_undone:
                 self._begin(start)
                 for each in self._done:
                     each.function(*each.arguments)
@@ -111,7 +112,12 @@ class StepJournal:
             return function(*arguments)
 
         with self._within():
-            found = self.retries.run(attempt, shrink or self._nothing_less, partial(self._undo, start))
+            try:
+                found = self.retries.run(attempt, shrink or self._nothing_less, partial(self._undo, start))
+            except BaseException:
+                if self._is_undone:
+                    self._end()
+                raise
         self._done.append(action)
         return found
 
@@ -128,17 +134,23 @@ class StepJournal:
 
     def _end(self) -> None:
         """Drop what is kept for the step."""
-        if self._random is not None:
+        if self._random is not None and not self._is_undone:
             self._buffers.release()
-        self._random, self._done = None, []
+        self._random, self._done, self._is_undone = None, [], False
 
     def _begin(self, start: RandomState | None = None) -> None:
         self._has_gradients = self._has_any_gradient()
         self._buffers.take()
-        self._random = start or RandomState.now(self._device)
+        self._random, self._is_undone = start or RandomState.now(self._device), False
 
     def _undo(self, start: RandomState, ran_out: RanOut) -> None:
         """Undo the step so far, if it can be run again."""
+        if self._random is None and not self._is_undone:
+            raise PartialUpdateError(
+                f"memory ran out after an action had stepped the optimizer: {ran_out.message}. The action cannot "
+                "be run again, and parameters are those after the update. Call optimizer.step() outside of "
+                "what prepared.retry runs."
+            )
         if self._has_gradients:
             raise StepOutOfMemoryError(
                 f"memory ran out in a training step: {ran_out.message}. It cannot be taken again, because "
@@ -149,7 +161,7 @@ class StepJournal:
             parameter.grad = None
         if self._scaled is not None:
             self._scaled.forget()
-        self._random = None
+        self._is_undone = True
         start.restore(self._device)
         self._buffers.restore()
         for each in self._done:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
+from brimful.errors import OutOfMemoryError
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, unless_out_of_memory
 
 
 class Held:
@@ -45,3 +46,14 @@ def test_what_functions_held_is_freed_although_they_hold_the_error() -> None:
 
     assert isinstance(unless_out_of_memory(reads), RanOut)
     assert [each() for each in alive] == [None]
+
+
+def test_an_error_that_is_raised_while_brimful_s_own_is_handled_is_not_out_of_memory() -> None:
+    def trains_again() -> None:
+        try:
+            raise StepOutOfMemoryError("memory ran out in the step with micro-batch 8.")
+        except OutOfMemoryError:
+            raise KeyError("labels")  # noqa: B904  # as a loss does that is called here
+
+    with pytest.raises(KeyError, match="labels"):
+        unless_out_of_memory(trains_again)

@@ -69,7 +69,7 @@ class AppliedPlan(TrainerCallback):
 
     @property
     def recoveries(self) -> tuple[Recovery, ...]:
-        """Steps in which memory ran out and that were taken again."""
+        """Attempts of steps that were repeated: memory ran out, or a smaller micro-batch was refused."""
         return () if self._recovery is None else tuple(self._recovery.recoveries)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ class AppliedPlan(TrainerCallback):
         if self.recoveries:
             last = self.recoveries[-1]
             lines.append(
-                f"  memory ran out {len(self.recoveries)} times, and the step was taken again; last in "
+                f"  memory ran out, and steps were repeated {len(self.recoveries)} times; last in "
                 f"{last.during} {last.step}: {last.before}, then {last.after}"
             )
         return "\n".join(lines)

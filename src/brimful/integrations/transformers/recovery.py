@@ -49,7 +49,7 @@ class TrainerRecovery:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Steps and evaluations in which memory ran out."""
+        """Attempts of steps and evaluations that were repeated."""
         return self._retries.recoveries
 
     def begin(self, module: nn.Module, optimizer: Optimizer, wrapper: Any) -> Callable[[], None]:
