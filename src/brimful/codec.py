@@ -286,9 +286,11 @@ def _is_unbounded(hint: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """An unbounded number, or several by name, from the text of those that JSON lacks."""
+    """An unbounded number, or several of them, from the text of those that JSON lacks."""
     if isinstance(value, dict):
         return {name: _number(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_number, value))
     return float(value) if value in get_args(_NotFinite) else value
 
 

@@ -28,7 +28,7 @@ def readable(message: str, kind: Any, path: str) -> str:
     said, choices = one_line(without_capital(reason)), _choices(kind, inner)
     is_enum_value = reason.startswith("Invalid enum value")
     if set(choices) == _NOT_FINITE:
-        said = "expected `float`, got `str`" if is_enum_value else said.replace("`float | str`", "`float`")
+        said = "expected `float`, got `str`" if is_enum_value else said.replace("float | str", "float")
     elif is_enum_value and choices:
         said += f"; expected {' or '.join(choices)}"
     field = f"{path}{inner}".removeprefix(".")

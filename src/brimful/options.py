@@ -255,7 +255,7 @@ def _member(kind: type[Member], value: Any, what: str, *others: str) -> Member:
 
 def _named(what: str, name: str, known: Mapping[str, Value]) -> Value:
     if name not in known:
-        raise UnknownNameError(what, name, known)
+        raise UnknownNameError(what, str(name), known)
     return known[name]
 
 

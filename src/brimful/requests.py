@@ -6,8 +6,9 @@ Start reading at `request_of`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -132,16 +133,22 @@ def _implementation(
     if asked is not None:
         return parse_implementation(asked)
     named = Settings(micro_batch_size=1, optimizer=optimizer)
-    is_by_name = isinstance(named.optimizer or job.optimizer, str | NamedOptimizer)
-    try:
-        parameters = [nn.Parameter(torch.zeros(2, 2))] if is_by_name else fake_model(job)
-        example = make_optimizer(job, parameters, named)
-    except UnknownNameError:
-        raise
-    except Exception:  # capturing the step raises the error
-        return None
     fused = OptimizerImplementation.FUSED
-    return fused if has_implementation(example, fused) else None
+    stand_ins: list[Callable[[], nn.Module | list[nn.Parameter]]] = [
+        partial(nn.Linear, 2, 2),
+        partial(fake_model, job),  # whose layers a function may need; it has no values to read
+    ]
+    if isinstance(named.optimizer or job.optimizer, str | NamedOptimizer):
+        stand_ins = [lambda: [nn.Parameter(torch.zeros(2, 2))]]
+    for make_stand_in in stand_ins:
+        try:
+            example = make_optimizer(job, make_stand_in(), named)
+        except UnknownNameError:
+            raise
+        except Exception:  # capturing the step raises the error, if it is one
+            continue
+        return fused if has_implementation(example, fused) else None
+    return None
 
 
 def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:

@@ -331,9 +331,13 @@ def test_a_batch_that_may_not_be_split_ends_in_an_error_that_changes_nothing(
 
 def test_updates_in_backward_cannot_run_with_less_and_the_error_says_what_ran_out() -> None:
     whole = replace(WHOLE, optimizer_in_backward=True)
-    run = begun(whole, "sgd", loss=short_of_memory(0), make_model=lambda: nn.Linear(WIDTH, CLASSES), recover=True)
+    run = begun(
+        whole, "sgd", loss=short_of_memory(0), make_model=lambda: nn.Linear(WIDTH, CLASSES), recover=True
+    )
     before = run.state()
-    with pytest.raises(torch.OutOfMemoryError, match=r"(?s)allocate 2 GiB.*cannot run with less.*optimizer_in_"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"(?s)allocate 2 GiB.*cannot run with less.*optimizer_in_"
+    ):
         run.step(run.batches[0])
     assert run.state() == before
 

@@ -383,6 +383,23 @@ def by_names_of_torch(named_parameters):
     return torch.optim.AdamW(named_parameters, lr=1e-2)
 
 
+def test_an_optimizer_of_a_function_that_reads_weights_is_fused():
+    """Weights without values have none to read, so the implementation is found with others."""
+
+    def without_zeros(parameters):
+        return torch.optim.AdamW([each for each in parameters if each.abs().sum().item() >= 0])
+
+    samples = {"x": torch.randn(16, 3)}
+    given = dataclasses.replace(
+        job(without_zeros),
+        model=lambda: nn.Linear(3, 1),
+        batch=samples,
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+    )
+    plan = bf.plan(given, "RTX 3090", global_batch_size=8)
+    assert plan.settings.optimizer_implementation == "fused"
+
+
 @pytest.mark.parametrize("make", [by_named_parameters, by_model, by_names_of_torch])
 def test_an_optimizer_may_be_made_of_names_or_of_the_model(make, tmp_path):
     samples = {"x": torch.randn(16, 3)}

@@ -147,9 +147,9 @@ class StepJournal:
         """Undo the step so far, if it can be run again."""
         if self._random is None and not self._is_undone:
             raise PartialUpdateError(
-                f"memory ran out after an action had stepped the optimizer: {ran_out.message}. The action cannot "
-                "be run again, and parameters are those after the update. Call optimizer.step() outside of "
-                "what prepared.retry runs."
+                f"memory ran out after an action had stepped the optimizer: {ran_out.message}. The action "
+                "cannot be run again, and parameters are those after the update. Call optimizer.step() outside "
+                "of what prepared.retry runs."
             )
         if self._has_gradients:
             raise StepOutOfMemoryError(

@@ -5,7 +5,6 @@ today, `gpus` tries a job on every GPU, and `calibrated` multiplies predictions 
 """
 
 from brimful.planner.calibrated import search_calibrated
-from brimful.planner.candidate import estimate_of
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.explain.notes import MEAN_OVER_SAMPLES_NOTE
@@ -29,7 +28,6 @@ __all__ = [
     "Request",
     "UsualFit",
     "check_trace",
-    "estimate_of",
     "prices_of",
     "search",
     "search_calibrated",

@@ -120,7 +120,7 @@ class Request:
     @property
     def optimizers(self) -> tuple[str | None, ...]:
         """Permitted optimizers by name, of which None is the job's own; the first is that of the baseline."""
-        return (self.asked.optimizer, *self.asked.allow_optimizers)
+        return tuple(dict.fromkeys((self.asked.optimizer, *self.asked.allow_optimizers)))
 
     @property
     def parallelisms(self) -> tuple[Parallelism, ...]:

@@ -85,7 +85,11 @@ def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
 
 
 def order_of(settings: Settings, reserved_bytes: int, request: Request) -> tuple[int, ...]:
-    """How simple settings are among those that a request permits: the least comes first."""
+    """How simple settings are among those that a request permits: the least comes first.
+
+    The order is that of the optimizer, the precision, the parallelism and the memory format among those that
+    are permitted; then complexity, whether expandable segments are needed, units changed, and bytes reserved.
+    """
     return (
         _place(settings.optimizer, request.optimizers),  # the job's own is the first of these
         _place(settings.precision, request.precisions),
@@ -113,8 +117,15 @@ def _maybe_as_fast(
             continue
         expected = each.kept()
         if expected is None or expected.reserved_bytes > budget_bytes:
-            ways = (each, each.without_offloading)
-            may_be = moves_to_host and all(way.solutions.may_take(most_seconds, budget_bytes) for way in ways)
-            expected = each.without_offloading.expected_within(budget_bytes) if may_be else None
+            expected = _without_offloading(each, budget_bytes, most_seconds) if moves_to_host else None
         if expected is not None and expected.seconds_at_best <= most_seconds:
             yield expected
+
+
+def _without_offloading(candidate: Candidate, budget_bytes: int, most_seconds: float) -> Expected | None:
+    """The fastest choice that is expected to fit without offloading units, if it may be fast."""
+    if not candidate.solutions.may_take(most_seconds, budget_bytes):
+        return None
+    without = candidate.without_offloading
+    may_be = without.solutions.may_take(most_seconds, budget_bytes)
+    return without.expected_within(budget_bytes) if may_be else None

@@ -126,7 +126,7 @@ def check_fsdp2_alone(asked: Any, parallelisms: Sequence[Parallelism]) -> None:
         value = getattr(asked, each.name)
         if each.name not in _OF_FSDP2 or value == each.default or Parallelism.FSDP2 in parallelisms:
             continue
-        on_host = " On one device offload_optimizer has the optimizer's state on the host."
+        on_host = " With one rank, offload_optimizer has the optimizer's state on the host."
         raise UsageError(
             f"{each.name}={value!r} is for FSDP2, which divides a model among several ranks, and the "
             f"parallelism is {' or '.join(parallelisms)}. Leave it out, or take fsdp2 on several ranks."

@@ -103,7 +103,7 @@ def test_one_rank_has_the_whole_model_whatever_is_asked_and_says_so(name: str) -
     with pytest.warns(UserWarning, match=f"parallelism='{name}' divides nothing"):
         alone = planned(1, parallelism=name)
     assert alone.settings.parallelism is Parallelism.DDP
-    with pytest.raises(UsageError, match=r"on several ranks\. On one device offload_optimizer"):
+    with pytest.raises(UsageError, match=r"on several ranks\. With one rank, offload_optimizer"):
         planned(1, offload_parameters=True)
 
 
