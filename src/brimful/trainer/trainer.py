@@ -21,6 +21,7 @@ from brimful.options import takes_options
 from brimful.planner import Plan, settings_of
 from brimful.results import StepRecord, TrainingResult, ValidationRecord
 from brimful.settings import Settings
+from brimful.trainer.monitor.callbacks import Hook
 from brimful.trainer.options import RunConfig, TrainKeywords, TrainOptions
 from brimful.trainer.run.loop import Run
 from brimful.trainer.run.stop import Stop
@@ -140,7 +141,9 @@ class Trainer:
         self._stop = Stop()  # one that was requested before does not end this run
         return Run(run, stop=self._stop, call=self._call_callbacks).train()
 
-    def _call_callbacks(self, hook: str, record: StepRecord | ValidationRecord | TrainingResult | None) -> None:
+    def _call_callbacks(
+        self, hook: Hook, record: StepRecord | ValidationRecord | TrainingResult | None
+    ) -> None:
         for callback in self._config.options.callbacks:
             getattr(callback, hook)(self, record)
 

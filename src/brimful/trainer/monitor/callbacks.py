@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from brimful.errors import UsageError
 from brimful.results import StepRecord, TrainingResult, ValidationRecord
 
 if TYPE_CHECKING:
     from brimful.trainer.trainer import Trainer
+
+
+Hook = Literal["on_step", "on_validation", "on_end"]
+"""Name of a method of `Callback`."""
 
 
 class Callback:
@@ -29,7 +33,7 @@ class Callback:
         """Called after the run; the result is None if an error ended it."""
 
 
-_HOOKS = ("on_step", "on_validation", "on_end")
+_HOOKS = get_args(Hook)
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:

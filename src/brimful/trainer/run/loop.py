@@ -20,6 +20,7 @@ from brimful.report.data_loading import feeding_lines
 from brimful.results import StepRecord, StopReason, TrainingResult
 from brimful.trainer.checkpointer import Checkpointer
 from brimful.trainer.data.stream import worker_errors
+from brimful.trainer.monitor.callbacks import Hook
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.run.epoch_length import EpochLengthCheck
 from brimful.trainer.run.result import result_of
@@ -43,7 +44,7 @@ enough to act."""
 class Run:
     """Trains from the start of a run to its end; `call` calls a method of the callbacks with a record."""
 
-    def __init__(self, run: RunContext, *, stop: Stop, call: Callable[[str, Any], None]) -> None:
+    def __init__(self, run: RunContext, *, stop: Stop, call: Callable[[Hook, Any], None]) -> None:
         self._run = run
         self._config = run.config
         self._state = run.state

@@ -37,7 +37,7 @@ from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.shards import SHARDS, check_alike, check_names, load_model, load_optimizer_state
 from brimful.trainer.storage.weights import read_tensors, read_tied
 
-VERSION = 4
+SAVE_VERSION = 4
 SAVES = "saves"
 """The directory of the saves in a run directory."""
 PARTIAL = ".partial"
@@ -61,7 +61,10 @@ def by_step(saves: Path) -> list[Path]:
 
 
 def find_saves(run_dir: Path) -> list[Path]:
-    """List the directories of the saves of a run, the newest first; they may be damaged."""
+    """List the directories of the saves of a run, the newest first; they may be damaged.
+
+    A directory of saves that cannot be read raises ResumeError.
+    """
     saves = run_dir / SAVES
     if not os.path.lexists(saves):
         return []
@@ -105,8 +108,8 @@ def read_manifest(save: Path) -> Manifest:
     where = f"its {MANIFEST}"
     document = parse_json(content, where=where)
     version = document.get("brimful_save") if isinstance(document, dict) else None
-    if isinstance(version, int) and version != VERSION:
-        raise FileFormatError(f"it is of version {version}; this brimful reads version {VERSION}")
+    if isinstance(version, int) and version != SAVE_VERSION:
+        raise FileFormatError(f"it is of version {version}; this brimful reads version {SAVE_VERSION}")
     manifest = from_json_document(document, Manifest, where=where)
     if content != manifest_text(document["step"], document["files"]).encode():
         raise FileFormatError(f"{where} was changed")
@@ -117,7 +120,7 @@ def read_manifest(save: Path) -> Manifest:
 
 def manifest_text(step: int, files: Mapping[str, Any]) -> str:
     """The JSON of a manifest; its last field is the digest of the others."""
-    manifest = {"brimful_save": VERSION, "step": step, "files": files}
+    manifest = {"brimful_save": SAVE_VERSION, "step": step, "files": files}
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return json.dumps(manifest | {"sha256": digest}, indent=2) + "\n"
 

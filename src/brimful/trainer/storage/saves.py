@@ -138,7 +138,7 @@ class Saves:
             self.wait()  # whether it can be read back must be known before hours of training
 
     def wait(self) -> None:
-        """Wait until the save under way is on the disk."""
+        """Wait until the save under way is on the disk; its SaveError or UsageError is raised here."""
         if self._writing is None:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again
