@@ -47,7 +47,7 @@ from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Action, ChunkedLoss, Precision, UnitAction
-from brimful.trainer.resume import read_fallback, write_fallback
+from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
 from helpers.tiny_jobs import one_thread
@@ -203,7 +203,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("trace.json", "trace.json.gz"):
         bf.capture_trace(job(), BEFORE, "T4").save(folder / name)
     train(folder / "run", 2)
-    write_fallback(folder, BEFORE, AFTER, RECOVERY)
+    write_fallback(folder, Fallback(before=BEFORE, after=AFTER, recovery=RECOVERY))
     with caches_in(folder):
         key = calibrate._cache_key(T4)
         keep(calibrate.GPU_CACHE_FILE, "gpus", key, CALIBRATION, what="a test's calibration")
