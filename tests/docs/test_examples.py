@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from brimful.cli.other_names import EXAMPLES as TASKS_WITHOUT_COMMAND
-from helpers.calibrated import calibrated
+from helpers.calibrated import output_of
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LEARNED = {
@@ -23,21 +21,12 @@ LEARNED = {
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_example_prints_predicted_beside_measured_and_learns(tmp_path: Path, name: str) -> None:
     pytest.importorskip("sentence_transformers" if name == "sentence_pairs" else "transformers")
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=calibrated(tmp_path),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (plan,) = re.findall(r"^brimful: (.*)", done.stdout, re.MULTILINE)
+    printed = output_of(EXAMPLES / f"{name}.py", tmp_path)
+    (plan,) = re.findall(r"^brimful: (.*)", printed, re.MULTILINE)
     assert "recomputed" in plan or "×" in plan  # by the speed of this machine
-    predicted, measured = re.findall(r"peak allocated +([\d.]+) MiB +([\d.]+) MiB", done.stdout)[0]
+    predicted, measured = re.findall(r"peak allocated +([\d.]+) MiB +([\d.]+) MiB", printed)[0]
     assert float(measured) == pytest.approx(float(predicted), rel=0.01)
-    assert " ".join(done.stdout.split()).endswith(LEARNED[name])
+    assert " ".join(printed.split()).endswith(LEARNED[name])
 
 
 def test_examples_that_the_command_line_names_exist() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.calibrated import calibrated
+from helpers.calibrated import output_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -54,17 +54,8 @@ def test_the_example_runs_as_pasted_and_its_memory_is_what_is_shown(tmp_path: Pa
     """
     script = tmp_path / "first.py"
     script.write_text(example(), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, script.name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=calibrated(tmp_path),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    shown, printed = without_times(shown_output()), without_times(done.stdout)
+    output = output_of(script, tmp_path)
+    shown, printed = without_times(shown_output()), without_times(output)
     assert printed.splitlines()[:2] == shown.splitlines()[:2]
     for label in re.findall(r"^  (\w+)", shown, re.MULTILINE):
         assert f"\n  {label}" in printed

@@ -1,6 +1,8 @@
 """What a calibration may find, for tests that need no real one."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -49,3 +51,18 @@ def calibrated(folder: Path, *, threads: int = 1) -> dict[str, str]:
             return dict(os.environ)
     finally:
         torch.set_num_threads(before)
+
+
+def output_of(script: Path, folder: Path) -> str:
+    """What a script prints that runs in a folder on one thread and finds `CALIBRATION` there."""
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=calibrated(folder),
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -215,7 +215,7 @@ def apply(
             checked. Under FSDP2 it is not checked.
 
     Returns:
-        What was applied: `remove()` undoes it, `recoveries` lists steps in which memory ran out.
+        What was applied: `remove()` undoes it, `recoveries` lists the attempts of steps that were repeated.
 
     Raises:
         UsageError: The plan is for another effective batch, number of processes or precision, or has settings
