@@ -346,8 +346,10 @@ def _member(kind: type[Enum], value: Any) -> Enum:
 def _instance(kind: type, expected: str, value: Any) -> Any:
     try:
         fits = isinstance(value, kind)
-    except Exception:  # a protocol that is for type checkers alone, or attributes that raise
+    except TypeError:  # a protocol that is for type checkers alone
         fits = not isinstance(value, (str, int, float, NoneType))
+    except Exception:  # an attribute that a protocol asks for raises
+        fits = False
     if fits:
         return value
     is_file = isinstance(value, (str, os.PathLike)) and hasattr(kind, "load")

@@ -545,3 +545,15 @@ def test_ignored_labels_that_are_not_counted_give_a_warning(recwarn: pytest.Warn
         UserWarning, match=r"(?s)labels of -100, 0 to 1 in a sample.*micro_batches\(batch, count="
     ):
         assert [share for _, share in prepared.micro_batches(batch)] == [0.5, 0.5]
+
+
+class _Raises:
+    """An object whose attributes raise, as those of a broken proxy do."""
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(name)
+
+
+def test_an_optimizer_whose_attributes_raise_is_refused_by_its_name():
+    with pytest.raises(bf.UsageError, match="optimizer is .* it must be an Optimizer"):
+        bf.prepare(settings(), net(), optimizer=_Raises())
