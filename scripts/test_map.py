@@ -139,10 +139,13 @@ def _imports(path: Path) -> dict[str, set[tuple[str, str]]]:
 @cache
 def _homes() -> dict[str, str]:
     """The package of each public name."""
-    for node in ast.parse((SOURCES / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES":
-            return dict(ast.literal_eval(node.value))
-    raise AssertionError("src/brimful/__init__.py has no _HOMES")
+    imports = ast.parse((SOURCES / "__init__.pyi").read_text(encoding="utf-8")).body
+    return {
+        alias.name: node.module.removeprefix("brimful.")
+        for node in imports
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
 
 
 def _defining(module: str, name: str) -> str | None:

@@ -1,174 +1,31 @@
 """Fill your GPU to the brim, never over it.
 
-Names load their stage, and torch, on first use, so that `import brimful` is quick.
+Names load their stage, and torch, on first use, so that `import brimful` is quick. `__init__.pyi` has them.
 """
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Action",
-    "BrimfulError",
-    "Callback",
-    "Data",
-    "Device",
-    "EquivalenceError",
-    "Estimate",
-    "Estimator",
-    "Export",
-    "InfeasibleError",
-    "Job",
-    "Measurement",
-    "MemoryFormat",
-    "OptimizerImplementation",
-    "OutOfMemoryError",
-    "PartialUpdateError",
-    "Plan",
-    "PlannedStep",
-    "Precision",
-    "Prepared",
-    "ResumeError",
-    "Samples",
-    "Schedule",
-    "Settings",
-    "StepOutcome",
-    "Trace",
-    "Trainer",
-    "TrainingError",
-    "TrainingResult",
-    "UnitAction",
-    "UnknownNameError",
-    "UsageError",
-    "__version__",
-    "apply",
-    "calibrate",
-    "capture_trace",
-    "check_plan",
-    "estimate",
-    "estimator",
-    "export",
-    "find_architecture",
-    "find_device",
-    "fit",
-    "gpus",
-    "load_weights",
-    "measure",
-    "named_optimizer",
-    "plan",
-    "prepare",
-    "verify",
-]
-
-_HOMES = {
-    "Action": "settings",
-    "BrimfulError": "errors",
-    "Callback": "trainer",
-    "Data": "job",
-    "Device": "devices",
-    "EquivalenceError": "errors",
-    "Estimate": "prediction",
-    "Estimator": "prediction",
-    "Export": "exports",
-    "InfeasibleError": "errors",
-    "Job": "job",
-    "Measurement": "results",
-    "MemoryFormat": "settings",
-    "OptimizerImplementation": "settings",
-    "OutOfMemoryError": "errors",
-    "PartialUpdateError": "errors",
-    "Plan": "planner",
-    "PlannedStep": "execution.planned_step",
-    "Prepared": "execution.in_force",
-    "Precision": "settings",
-    "ResumeError": "errors",
-    "Samples": "job",
-    "Schedule": "trainer",
-    "Settings": "settings",
-    "StepOutcome": "execution.step",
-    "Trace": "trace",
-    "Trainer": "trainer",
-    "TrainingError": "errors",
-    "TrainingResult": "results",
-    "UnitAction": "settings",
-    "UnknownNameError": "errors",
-    "UsageError": "errors",
-    "apply": "api",
-    "calibrate": "api",
-    "capture_trace": "api",
-    "check_plan": "api",
-    "estimate": "api",
-    "estimator": "api",
-    "export": "api",
-    "find_architecture": "models",
-    "find_device": "devices",
-    "fit": "api",
-    "gpus": "api",
-    "load_weights": "trainer",
-    "measure": "api",
-    "named_optimizer": "optimizers",
-    "plan": "api",
-    "prepare": "api",
-    "verify": "api",
+_MODULES = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
 }
 
-if TYPE_CHECKING:
-    from brimful.api import (
-        apply,
-        calibrate,
-        capture_trace,
-        check_plan,
-        estimate,
-        estimator,
-        export,
-        fit,
-        gpus,
-        measure,
-        plan,
-        prepare,
-        verify,
-    )
-    from brimful.devices import Device, find_device
-    from brimful.errors import (
-        BrimfulError,
-        EquivalenceError,
-        InfeasibleError,
-        OutOfMemoryError,
-        PartialUpdateError,
-        ResumeError,
-        TrainingError,
-        UnknownNameError,
-        UsageError,
-    )
-    from brimful.execution.in_force import Prepared
-    from brimful.execution.planned_step import PlannedStep
-    from brimful.execution.step import StepOutcome
-    from brimful.exports import Export
-    from brimful.job import Data, Job, Samples
-    from brimful.models import find_architecture
-    from brimful.optimizers import named_optimizer
-    from brimful.planner import Plan
-    from brimful.prediction import Estimate, Estimator
-    from brimful.results import Measurement, TrainingResult
-    from brimful.settings import (
-        Action,
-        MemoryFormat,
-        OptimizerImplementation,
-        Precision,
-        Settings,
-        UnitAction,
-    )
-    from brimful.trace import Trace
-    from brimful.trainer import Callback, Schedule, Trainer, load_weights
+__all__ = sorted([*_MODULES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
-    value = getattr(import_module(f"brimful.{_HOMES[name]}"), name)
+    value = getattr(import_module(_MODULES[name]), name)
     if isinstance(value, type) and "__dataclass_fields__" in vars(value):
         from brimful.field_docs import list_fields_in_help
 
@@ -178,4 +35,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

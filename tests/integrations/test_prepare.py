@@ -554,6 +554,6 @@ class _Raises:
         raise RuntimeError(name)
 
 
-def test_an_optimizer_whose_attributes_raise_is_refused_by_its_name():
-    with pytest.raises(bf.UsageError, match="optimizer is .* it must be an Optimizer"):
+def test_an_optimizer_whose_attributes_raise_is_refused_by_its_name() -> None:
+    with pytest.raises(UsageError, match=r"optimizer is .* it must be an Optimizer"):
         bf.prepare(settings(), net(), optimizer=_Raises())

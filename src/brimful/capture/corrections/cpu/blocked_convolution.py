@@ -2,7 +2,7 @@
 
 Not counted, as the profiler shows with torch 2.13 on AVX-512: scratch memory of the kernels for strides,
 up to a fifth of the copies, and of those for 1 × 1 with a stride; and what the threads of a weight gradient add
-up in, some KiB. oneDNN chooses other layouts on other machines.
+up in, about the bytes of the weight. oneDNN chooses other layouts on other machines.
 """
 
 from __future__ import annotations
