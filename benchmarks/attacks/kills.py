@@ -118,7 +118,7 @@ def _is_inside(folder: Path, name: object) -> bool:
 def adapter_cases(seed: int) -> Iterator[Case]:
     """Kills of a run that trains adapters."""
     random = Random(f"adapters {seed}")
-    for number in range(16):
+    for number in range(20):
         for at_operation in (False, True):
             where = "a file operation" if at_operation else "a time"
             yield Case(f"at {where}, {seed}.{number}", partial(_adapter_killed, random.random(), at_operation))

@@ -148,6 +148,15 @@ def test_validation_goes_on_with_fewer_samples_at_once(job_with, trained, sample
     ]
 
 
+def test_validation_that_does_not_fit_one_sample_ends_with_what_to_do(job_with, trained, samples, tmp_path):
+    job = job_with(model=linear, data=lambda: Data(train=samples, validation=samples))
+    job = replace(job, loss=takes_at_most(0, training=False))
+    with pytest.raises(OutOfMemoryError, match=r"validation with 1 sample at once.* one sample") as error:
+        trained(job, 16, epochs=2, run_dir=tmp_path / "run")
+    assert "Train with a smaller budget, which leaves more to the validation." in str(error.value)
+    assert any("saved after step" in note for note in error.value.__notes__)
+
+
 class Counted(nn.Linear):
     """Counts its forward passes in a buffer, as hooks of quantisation and pruning do."""
 

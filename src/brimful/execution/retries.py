@@ -94,7 +94,7 @@ class Retries(Generic[How]):
                 raise StepOutOfMemoryError(
                     f"memory ran out in the {self.during} with {ran_out_with}: {ran_out.message.rstrip('.')}. "
                     f"It cannot run with less, because {reason.rstrip('.')}.\n  Model and optimizer are as "
-                    f"before the step. {self._way_out}"
+                    f"before the {self.during}. {self._way_out}"
                 ) from error
             self.record(f"{ran_out.message}; {refused}" if refused else ran_out.message, taken)
 

@@ -16,11 +16,12 @@ from brimful.batches import BatchLayout, InputMover, is_one_batch, layout_of
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
-from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory, with_room
+from brimful.execution.out_of_memory import RanOut, with_room
 from brimful.execution.precision import autocast
+from brimful.execution.retries import Retries
 from brimful.job import Batch, Data, Job
 from brimful.profiling.splitting import evaluation_mode
-from brimful.results import Recovery, ValidationRecord
+from brimful.results import ValidationRecord
 from brimful.trainer.data.batches import validation_batches
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.monitor.logger import RunLogger
@@ -45,7 +46,15 @@ class Validator:
         self._job = config.job
         self._data = data
         self._logger = logger
-        self._micro_batch_size = state.settings.micro_batch_size
+        self._retries = Retries(
+            state.settings.micro_batch_size,
+            state.device,
+            _at_once,
+            during="validation",
+            way_out="Train with a smaller budget, which leaves more to the validation.",
+            ends=(UsageError,),
+            on_recovery=logger.add_recovery,
+        )
         self._buffers = BufferSnapshot(state.model)
 
     def run(self, *, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
@@ -72,67 +81,49 @@ class Validator:
         """Run a pass; repeat it when memory runs out, and halve the micro-batch from the second time on."""
         state, stream = self._state, self._state.stream.randomness
         random, of_data = random_state_now(state.device), stream.state
-        is_again = False
-        while True:
-            start = time.perf_counter()
+
+        def attempt() -> ValidationRecord | None:
             each = _Pass(
                 state=state,
                 job=self._job,
                 validation=samples,
-                micro_batch_size=self._micro_batch_size,
+                micro_batch_size=self._retries.how,
                 is_stopped=is_stopped,
                 on_samples=self._logger.progress.show_validating,
             )
-            found = self._keeping_buffers(each.record)
-            if not isinstance(found, RanOut):
-                return found
+            return self._keeping_buffers(each.record)
+
+        def undo(_ran_out: RanOut) -> None:
             restore_random_state(random, state.device)
             stream.state = of_data
-            make_room(state.device)
-            self._check_repeatable(found)
-            before = self._micro_batch_size
-            if is_again:
-                self._shrink(found)
-            is_again = True
-            self._logger.add_recovery(
-                Recovery(
-                    step=state.step,
-                    during="validation",
-                    message=found.message,
-                    before=f"{before} samples at once",
-                    after=f"{self._micro_batch_size} samples at once",
-                    seconds=time.perf_counter() - start,
-                )
-            )
+            if state.parallel.is_sharded:
+                raise OutOfMemoryError(f"the other ranks wait for rank {state.ranks.rank}'s part of the model")
 
-    def _keeping_buffers(self, run: Callable[[], ValidationRecord | None]) -> ValidationRecord | RanOut | None:
+        self._retries.step = state.step
+        return self._retries.run(attempt, _half, undo)
+
+    def _keeping_buffers(self, run: Callable[[], ValidationRecord | None]) -> ValidationRecord | None:
         """Run a pass; if it is not completed, restore the buffers that its forward passes changed."""
         with_room(self._buffers.take, during="buffers are copied before the validation")
-        found: ValidationRecord | RanOut | None = None
+        record = None
         try:
-            found = unless_out_of_memory(run)
+            record = run()
         finally:
-            if isinstance(found, ValidationRecord):
-                self._buffers.release()
-            else:
+            if record is None:
                 self._buffers.restore()
-        return found
+            else:
+                self._buffers.release()
+        return record
 
-    def _check_repeatable(self, ran_out: RanOut) -> None:
-        if self._state.parallel.is_sharded:
-            raise OutOfMemoryError(
-                f"memory ran out on rank {self._state.ranks.rank} in the validation after step "
-                f"{self._state.step}: {ran_out.message}. The other ranks wait for its part of the model. Train "
-                "with a smaller micro-batch, or validate apart from training."
-            )
 
-    def _shrink(self, ran_out: RanOut) -> None:
-        if self._micro_batch_size == 1:
-            raise OutOfMemoryError(
-                f"memory ran out in the validation after step {self._state.step}, with one sample at a time: "
-                f"{ran_out.message}. Train with a smaller budget, which leaves more to the validation."
-            )
-        self._micro_batch_size //= 2
+def _at_once(samples: int) -> str:
+    return f"{samples} sample{'' if samples == 1 else 's'} at once"
+
+
+def _half(samples: int) -> int:
+    if samples == 1:
+        raise OutOfMemoryError("it takes one sample at a time already")
+    return samples // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
