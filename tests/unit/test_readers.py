@@ -59,6 +59,7 @@ DIGESTS = "checked against the digests of the manifest; tests/equivalence/test_s
 TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attack.py"
 
 READERS = {
+    "__init__.py": {"read_text": SYSTEM},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},

@@ -253,6 +253,12 @@ SCRATCH_BYTES = 2**16
 """What the rule leaves out: of operands and results, and of the smallest kernels."""
 
 
+IN_BLOCKS = ("3 × 3", "the first", "groups", "transposed", "1-d", "3-d")
+"""Convolutions that the kernel of blocks of channels computes, without a stride."""
+FURTHER_BYTES = 2**14
+"""What the rule leaves out with several threads: sums of a bias and what threads wait at."""
+
+
 @pytest.mark.skipif(not ONE_DNN, reason="the layouts are those of oneDNN on AVX-512")
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_what_a_convolution_takes_inside_is_what_the_profiler_sees(case: str) -> None:
@@ -268,6 +274,23 @@ def test_what_a_convolution_takes_inside_is_what_the_profiler_sees(case: str) ->
         predicted, measured = predicted_and_measured((BlockedConvolution,), func, args)
         operands = 2 * (x.nbytes + weight.nbytes + y.nbytes)
         assert predicted == pytest.approx(measured, abs=max(SCRATCH_FRACTION * operands, SCRATCH_BYTES))
+
+
+@pytest.mark.skipif(not ONE_DNN, reason="the layouts are those of oneDNN on AVX-512")
+@pytest.mark.parametrize("thread_count", [2, 4])
+@pytest.mark.parametrize("case", IN_BLOCKS)
+def test_threads_that_sum_a_weight_gradient_over_samples_are_counted(case: str, thread_count: int) -> None:
+    x, (weight, _bias, *how) = convolution(**CONVOLUTIONS[case])
+    y = aten.convolution(x, weight, None, *how)
+    args = (torch.randn_like(y), x, weight, [0], *how, [False, True, False])
+    before = torch.get_num_threads()
+    torch.set_num_threads(thread_count)
+    try:
+        func = aten.convolution_backward.default
+        predicted, measured = predicted_and_measured((BlockedConvolution,), func, args)
+    finally:
+        torch.set_num_threads(before)
+    assert predicted == pytest.approx(measured, abs=FURTHER_BYTES)
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], tuple[Any, ...]]] = {

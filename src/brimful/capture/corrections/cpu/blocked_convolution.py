@@ -1,15 +1,17 @@
 """The CPU's convolutions copy their operands into oneDNN's layouts, and their results back.
 
-Not counted, as the profiler shows with torch 2.13 on AVX-512: scratch memory of the kernels for strides,
-up to a fifth of the copies, and of those for 1 × 1 with a stride; and what the threads of a weight gradient add
-up in, about the bytes of the weight. oneDNN chooses other layouts on other machines.
+Not counted, as the profiler shows with torch 2.13 on AVX-512: scratch memory of the kernels for strides, up to
+a fifth of the copies, and of those for 1 × 1 with a stride; what several threads of a weight gradient sum in
+for 1 × 1, for one channel each, in channels_last and with AVX2; and what they sum a bias in, up to 17 kB.
+oneDNN
+chooses other layouts on other machines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, prod
+from math import ceil, gcd, prod
 from typing import Any
 
 import torch
@@ -41,6 +43,12 @@ _MOST_AS_THEY_ARE = 3
 """Channels that the kernel for a first convolution reads without blocks for the weights' gradient. Of 4 to 15,
 oneDNN takes its kernel for AVX2, as ONEDNN_VERBOSE shows with torch 2.13 on AVX-512."""
 _AVX2_BLOCK = 8
+_AVX512_BLOCK = 16
+_FEWEST_ROWS = 9
+_SUM_COST = 8
+_BARRIER_BYTES = 2 * 4096 + 128
+"""Limits and costs of dividing a weight gradient among threads, and what they wait at. Source: oneDNN
+src/cpu/x64/jit_avx512_common_conv_kernel.cpp, `min_oh_reduce` and `balance`; simple_barrier::ctx_t."""
 _REDUCTIONS = 4
 """Gradients of the weights, for each thread, that oneDNN's convolution by matrices makes room for: the size of
 a float too often, as the profiler shows. Source: oneDNN src/cpu/gemm_convolution_utils.cpp."""
@@ -68,7 +76,7 @@ class BlockedConvolution(Rule):
             inside = _forward_bytes(_convolution(x, weight, y, how))
         elif func is aten.convolution_backward.default:
             grad_y, x, weight, _bias_sizes, *how, wants = args
-            inside = _backward_bytes(_convolution(x, weight, grad_y, how), *wants[:2])
+            inside = _backward_bytes(_convolution(x, weight, grad_y, how), *wants)
         else:
             return
         hidden_bytes = inside - sum(output.nbytes for output in outputs)
@@ -235,20 +243,21 @@ def _widened_bytes(c: _Convolution, source: Tensor, result: Tensor) -> int:
     return max(_blocked_bytes(source, block) + c.blocked_weight_bytes(block) + blocked, blocked + result.nbytes)
 
 
-def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
-    """The most bytes that a backward holds at once, both gradients included.
+def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool, wants_bias: bool) -> int:
+    """The most bytes that a backward holds at once, all gradients included.
 
-    The input's gradient comes first, the weight's beside it.
+    The input's gradient comes first, the weight's and the bias' beside it.
     """
     grad_x = c.x.nbytes if wants_x else 0
-    grad_weight = c.weight.nbytes if wants_weight else 0
+    grad_bias = c.y.shape[1] * c.y.element_size() if wants_bias else 0
+    grad_weight = grad_bias + (c.weight.nbytes if wants_weight else 0)
     copied = c.copied_bytes(c.y) + c.copied_bytes(c.x)
     if not c.is_of_onednn():
         return grad_x + grad_weight + copied + c.columns_bytes()
     copied += c.copied_bytes(c.weight)
     of_x = _input_gradient_bytes(c) if wants_x else 0
     of_weight = _weight_gradient_bytes(c) if wants_weight else 0
-    return copied + max(of_x, grad_x + of_weight)
+    return copied + max(of_x, grad_x + grad_bias + of_weight)
 
 
 def _input_gradient_bytes(c: _Convolution) -> int:
@@ -281,7 +290,77 @@ def _weight_gradient_bytes(c: _Convolution) -> int:
     as_it_is = c.reads_as_it_is(source) and source.shape[1] <= _MOST_AS_THEY_ARE
     blocked_weight = c.blocked_weight_bytes(block, source=source if as_it_is else None)
     of_source = 0 if as_it_is else _blocked_bytes(source, block)
-    return blocked_weight + max(of_source + _blocked_bytes(other, block), weight)
+    inside = of_source + _blocked_bytes(other, block) + _sums_bytes(c, source, other)
+    return blocked_weight + max(inside, weight)
+
+
+def _sums_bytes(c: _Convolution, source: Tensor, other: Tensor) -> int:
+    """Bytes of the sums over samples that threads of a weight gradient hold beside the result.
+
+    Each thread beyond the first that takes other samples or rows has its own, of the weight and the bias with
+    channels filled up to blocks. Source: oneDNN src/cpu/x64/jit_avx512_common_conv_kernel.cpp,
+    `jit_avx512_common_conv_bwd_weights_kernel_f32`, `init_scratchpad`.
+    """
+    if _block() != _AVX512_BLOCK or c.is_pointwise() or c.is_depthwise():
+        return 0  # other kernels, which divide otherwise
+    threads = _threads_of_samples(c, source, other, torch.get_num_threads())
+    if threads == 1:
+        return 0
+    outer = round_up(other.shape[1], _AVX512_BLOCK)
+    inner = source.shape[1] // c.groups
+    if not c.reads_as_it_is(source):
+        inner = round_up(inner, _AVX512_BLOCK)
+    numel = outer * inner * prod(c.weight.shape[2:]) + outer
+    return (threads - 1) * numel * c.weight.element_size() + _BARRIER_BYTES
+
+
+def _threads_of_samples(c: _Convolution, source: Tensor, other: Tensor, threads: int) -> int:
+    """Among how many of the threads oneDNN divides samples and rows; it divides channels among the others.
+
+    It takes the division that reads and writes least, then one that computes less and moves at most 10 % more,
+    or that computes a quarter less. Source: as of `_sums_bytes`, `balance`.
+    """
+    if threads < c.groups:
+        return 1
+    threads //= c.groups
+    block = source.shape[1] if c.reads_as_it_is(source) else _AVX512_BLOCK
+    sources = ceil(source.shape[1] / c.groups / block)
+    others = ceil(other.shape[1] / c.groups / _AVX512_BLOCK)
+    samples, *_ = source.shape
+    depth, height = 1, 1
+    source_space, other_space = prod(source.shape[2:]), prod(other.shape[2:])
+    source_rows = other_rows = samples
+    if source.dim() == 5:
+        depth = other.shape[2]
+    elif source.dim() == 4 and c.dilation[0] == 1 and other.shape[2] > _FEWEST_ROWS:
+        height = other.shape[2] // _FEWEST_ROWS
+        source_rows, source_space = samples * source.shape[2], source.shape[3]
+        other_rows, other_space = samples * other.shape[2], other.shape[3]
+    weight = prod(c.weight.shape[2:]) * block * _AVX512_BLOCK
+    strides = prod(_of_each_dimension(c.stride, source.dim() - 2))
+
+    def moved(rows: int, outer: int, inner: int) -> int:
+        read = ceil(source_rows / rows) * ceil(sources / inner) * block * source_space // strides
+        written = ceil(other_rows / rows) * ceil(others / outer) * _AVX512_BLOCK * other_space
+        return read + written + _SUM_COST * ceil(others / outer) * ceil(sources / inner) * weight
+
+    def computed(rows: int, outer: int, inner: int) -> int:
+        return ceil(other_rows / rows) * ceil(others / outer) * ceil(sources / inner)
+
+    most = min(threads, samples * depth * height)
+    divisions = [
+        (rows, outer, min(threads // rows // outer, sources))
+        for rows in range(1, most + 1)
+        for outer in range(1, min(threads // rows, others) + 1)
+    ]
+    least = min(moved(*division) for division in divisions)
+    best = [division for division in divisions if moved(*division) == least][-1]
+    for division in divisions:
+        is_cheap = computed(*division) <= computed(*best) and moved(*division) < 1.1 * least
+        if is_cheap or 4 * computed(*division) <= 3 * computed(*best):
+            best = division
+    rows, *_ = best
+    return most if threads / 2 < rows < threads else rows
 
 
 def _weight_gradient_block(c: _Convolution, source: Tensor) -> int | None:
