@@ -475,10 +475,37 @@ class Remembers(nn.Module):
         return F.gelu(self.linear(x * (1 + 0.1 * self.calls)))
 
 
-def recomputed(kind: str) -> Verdict:
+class RemembersByData(nn.Module):
+    """A layer that writes to its state through `.data`, which raises no version."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.zeros(WIDTH))
+        followed = self.linear.weight.detach().clone()
+        self.held = followed if kind == "a held teacher" else nn.Parameter(followed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - self.codes + x @ self.held.detach().clone()
+        mean = 0.5 * x.detach().square().mean(0)
+        if self.kind == "a codebook":
+            self.codes.data.mul_(0.5).add_(mean)
+        elif self.kind == "another codebook":
+            self.codes.data = 0.5 * self.codes + mean
+        elif self.kind == "a part of a codebook":
+            self.codes.data[1:].copy_(mean[1:])
+        else:
+            self.held.data.lerp_(self.linear.weight.data, 0.5)
+        return F.gelu(self.linear(x))
+
+
+BY_DATA = ("a codebook", "another codebook", "a part of a codebook", "a held teacher", "a frozen teacher")
+
+
+def recomputed(kind: str, layer: Callable[[str], nn.Module] = Remembers) -> Verdict:
     """Two layers with a state are recomputed; the losses are those of a plain loop."""
     job = bf.Job(
-        model=lambda: nn.Sequential(Remembers(kind), Remembers(kind), nn.Linear(WIDTH, 8)),
+        model=lambda: nn.Sequential(layer(kind), layer(kind), nn.Linear(WIDTH, 8)),
         loss=mean_square,
         batch=pairs,
         optimizer="sgd",
@@ -656,6 +683,10 @@ CASES = (
     *(
         Case(STATE, f"recomputed: {kind}", partial(recomputed, kind))
         for kind in ("a count", "a mean", "a list", "a teacher")
+    ),
+    *(
+        Case(STATE, f"recomputed, through .data: {kind}", partial(recomputed, kind, RemembersByData))
+        for kind in BY_DATA
     ),
     *(case(MEAN, name, make) for name, make in MEANS.items()),
     *(case(MEAN, name, make, is_control=True) for name, make in PLAIN_MEANS.items()),

@@ -242,11 +242,20 @@ class HeldSnapshot:
         }
         self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
 
-    def changed(self) -> set[str]:
-        """Names of what is not as it was."""
+    def changed(self, *, by_values: bool = False) -> set[str]:
+        """Names of what is not as it was; a write through `.data` shows by the values of copied tensors."""
         now = HeldValues(self._model)
         marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
-        return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
+        changed = {
+            name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)
+        }
+        unmarked = {name: copy for name, copy in self._copies.items() if by_values and name not in changed}
+        values = self._held.values
+        return changed | {name for name, copy in unmarked.items() if not have_same_values(values[name], copy)}
+
+    def copied(self) -> list[Tensor]:
+        """The tensors that were copied."""
+        return [self._held.values[name] for name in self._copies]
 
     def has_copy(self, name: str) -> bool:
         """Whether a tensor can be given the numbers that it had."""
@@ -270,6 +279,11 @@ class HeldSnapshot:
         for name, copy in self._copies.items():
             if name in self._held.puts:
                 self._held.puts[name](copy.clone())
+
+
+def have_same_values(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether a tensor has the values of a copy, which may be on another device; NaN differs from NaN."""
+    return torch.equal(tensor.detach().to(copy.device), copy)
 
 
 def is_mostly_frozen(model: nn.Module) -> bool:

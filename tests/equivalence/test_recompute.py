@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.capture import capture_step
 from brimful.devices import find_device
+from brimful.errors import UsageError
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.settings import Precision, Settings
@@ -142,6 +143,61 @@ class AddsAnEarlierResult(nn.Module):
         return self.last
 
 
+class HasCodebook(nn.Module):
+    """Moves a codebook through `.data`, which raises no version, after it has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * self.codes)
+        self.codes.data.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return torch.tanh(y)
+
+
+class HasCodebookElsewhere(HasCodebook):
+    """Gives its buffer other memory through `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * self.codes)
+        self.codes.data = (self.codes + x.detach().mean(0)) / 2
+        return torch.tanh(y)
+
+
+class WritesToView(HasCodebook):
+    """Writes to a part of its buffer, by an attribute that shares its memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * self.codes)
+        self.codes.data[2:].copy_(x.detach().mean(0)[2:])
+        return torch.tanh(y)
+
+
+class HasTeacher(nn.Module):
+    """A moving average that has the values of what it follows until the first update; `hold` sets it."""
+
+    def __init__(self, hold: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        hold(self, self.layer.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x)) - torch.tanh(x @ self.teacher.detach().clone())
+        self.teacher.data.lerp_(self.layer.weight.data, 0.5)
+        return torch.tanh(y)
+
+
+def teachers() -> dict[str, nn.Module]:
+    return {
+        "teacher in a buffer": HasTeacher(lambda module, weight: module.register_buffer("teacher", weight)),
+        "teacher in an attribute": HasTeacher(lambda module, weight: setattr(module, "teacher", weight)),
+        "frozen teacher": HasTeacher(
+            lambda module, weight: setattr(module, "teacher", nn.Parameter(weight, requires_grad=False))
+        ),
+    }
+
+
 class ChangesItsBufferLater(nn.Module):
     """Its first forward leaves the buffer alone."""
 
@@ -176,6 +232,39 @@ class ChangesItsBufferLater(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*:FutureWarning")
 def test_buffers_and_norms(unit: nn.Module) -> None:
     assert_trains_identically(Between(copy.deepcopy(unit)), ("unit",), vectors())
+
+
+@pytest.mark.parametrize("unit", ["codebook", "codebook elsewhere", "view of a codebook", *teachers()])
+@pytest.mark.parametrize(
+    "units", [recomputing("unit"), nesting(("first", "unit"))], ids=["recomputed", "nested"]
+)
+def test_what_a_forward_writes_through_data_is_written_once(unit: str, units: Settings) -> None:
+    made = {
+        "codebook": HasCodebook(),
+        "codebook elsewhere": HasCodebookElsewhere(),
+        "view of a codebook": WritesToView(),
+        **teachers(),
+    }
+    model = Between(made[unit])
+    other = copy.deepcopy(model)
+    apply_units(other, units)
+    batches = vectors()
+    assert_identical(train(model, batches), train(other, batches))
+    for name, value in vars(model.unit).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, getattr(other.unit, name))
+
+
+def test_a_unit_that_writes_to_its_frozen_base_through_data_is_refused() -> None:
+    """Frozen parameters that are most of a unit are not copied, so they cannot be restored."""
+    unit = HasTeacher(
+        lambda module, weight: setattr(module, "teacher", nn.Parameter(weight, requires_grad=False))
+    )
+    unit.layer.requires_grad_(requires_grad=False)
+    model = Between(unit)
+    apply_units(model, recomputing("unit"))
+    with pytest.raises(UsageError, match=r"writes to its parameter '.*teacher'"):
+        mean_square(model, vectors()[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

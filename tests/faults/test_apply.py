@@ -149,8 +149,10 @@ def first_of_update(ops: list[str]) -> int:
     return ops.index("profiler._record_function_enter_new.default")
 
 
-AFTER_UPDATE = 2
-"""Ops after it: the profiler is told of `zero_grad`."""
+def end_of_update(ops: list[str]) -> int:
+    """Where `zero_grad` begins, which the profiler is told of; what changes is found after it."""
+    return len(ops) - 1 - ops[::-1].index("profiler._record_function_enter_new.default")
+
 
 ERRORS: tuple[Callable[[str], BaseException], ...] = (out_of_memory, RuntimeError, KeyboardInterrupt)
 
@@ -215,7 +217,7 @@ def test_an_error_at_any_op_of_the_first_updates_leaves_everything_as_it_was(nam
     begin = partial(begun, PLAIN, name, steps=step)
     ops, expected = undisturbed(begin, step)
     run = begin()
-    for op in range(first_of_update(ops), len(ops) - AFTER_UPDATE):
+    for op in range(first_of_update(ops), end_of_update(ops)):
         assert_as_before(run, step, op, ERRORS[1 + op % 2])
     assert after_two_steps(run, step) == expected
 
@@ -482,6 +484,45 @@ def test_a_parameter_that_the_forward_pass_writes_to_is_as_before_from_the_secon
         assert_as_before(run, 1, op, RuntimeError)
     run.step(run.batches[1])
     assert run.state() == expected
+
+
+class WritesThroughData(nn.Module):
+    """Moves state through `.data`, which raises no version: a codebook, teachers that are equal at first."""
+
+    def __init__(self, *, codes: bool, holds: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("codes", torch.ones(WIDTH))
+        self.register_buffer("teacher", self.head.weight.detach().clone())
+        self.held = holds(self.head.weight.detach().clone())
+        self.writes_codes = codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(x * self.codes) + x @ (self.teacher + self.held).detach().clone().T
+        if self.writes_codes:
+            self.codes.data.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        self.teacher.data.lerp_(self.head.weight.data, 0.5)
+        self.held.data.lerp_(self.head.weight.data, 0.5)
+        return y
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        return super().state_dict(**options) | {"held": self.held}
+
+
+@pytest.mark.parametrize("codes", [True, False])
+@pytest.mark.parametrize(
+    "holds", [lambda weight: weight, partial(nn.Parameter, requires_grad=False)], ids=["attribute", "frozen"]
+)
+@pytest.mark.parametrize("number", [0, 1, STEADY])
+def test_what_a_forward_writes_through_data_is_as_before(
+    number: int, holds: Callable[[Tensor], Tensor], codes: bool
+) -> None:
+    begin = partial(begun, make_model=partial(WritesThroughData, codes=codes, holds=holds), steps=number)
+    ops, expected = undisturbed(begin, number)
+    run = begin()
+    for op in range(0, first_of_update(ops), 3):
+        assert_as_before(run, number, op, RuntimeError)
+    assert after_two_steps(run, number) == expected
 
 
 class Caching(nn.Module):

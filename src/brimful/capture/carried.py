@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from brimful.batches import own_part, tensors_in
 from brimful.capture.fakes.outside import is_state
-from brimful.capture.values.writes import has_writes, written_tensors
+from brimful.dispatch_mode import has_writes, written_tensors
 from brimful.held_values import HeldValues
 from brimful.module_names import plain_namer
 from brimful.wrapper_tensors import inner_tensors

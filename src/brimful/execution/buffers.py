@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.errors import PartialUpdateError
-from brimful.held_values import HeldSnapshot, is_mostly_frozen
+from brimful.held_values import HeldSnapshot, have_same_values, is_mostly_frozen
 
+_WATCHED_STEPS = 2
+"""Steps in which everything is copied, to find what changes."""
 _Place = tuple[nn.Module, str]
 """The module that a buffer is directly in, and its name there."""
 
@@ -25,18 +27,22 @@ _Place = tuple[nn.Module, str]
 class BufferSnapshot:
     """Keeps what a step's forward passes may change, until the step has succeeded.
 
-    Only what is known to change is copied; in the first step that is everything, except frozen parameters if
-    they take more memory than the others. `buffers_only` omits frozen parameters and attributes.
+    Only what is known to change is copied. In the first two steps that is everything, except frozen parameters
+    if they take more memory than the others: a write through `.data` has no new version and shows by values,
+    and a moving average may have the values of what it follows in the first step. `buffers_only` omits frozen
+    parameters and attributes.
     """
 
     def __init__(self, model: nn.Module, *, buffers_only: bool = False) -> None:
         self._model = model
         self._watches_frozen = not buffers_only and is_mostly_frozen(model)
         """Whether frozen parameters are watched, as they are not copied in the first step."""
+        self._watches_held = not buffers_only
         self._held: HeldSnapshot | None = None
-        self._held_names: set[str] | None = set() if buffers_only else None
-        """Attributes and frozen parameters that forwards were seen to change; None: that is not known yet."""
-        self._changing: set[_Place] | None = None
+        self._changing_held: set[str] = set()
+        """Attributes and frozen parameters that forwards were seen to change."""
+        self._changing: set[_Place] = set()
+        self._steps_to_watch = _WATCHED_STEPS
         self._modules: Sequence[nn.Module] = ()
         """Modules that existed before the step; none between steps."""
         self._kept: list[_Kept] = []
@@ -53,18 +59,23 @@ class BufferSnapshot:
             )
             for place, buffer in self._state(modules)
         ]
-        names, of_all = self._held_names, "cpu" if self._changing is None else None
-        held = HeldSnapshot(self._model, of_all, only=names) if names is None or names else None
+        held = None
+        if self._watches_held and self._steps_to_watch:
+            held = HeldSnapshot(self._model, "cpu")
+        elif self._changing_held:
+            held = HeldSnapshot(self._model, only=self._changing_held)
         self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
 
     def release(self) -> None:
         """After a step that succeeded: learn which buffers change, and drop the copies."""
-        if self._changing is None:
-            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
-            self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
+        if self._steps_to_watch:
+            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
+            self._changing |= {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
+            self._changing |= {kept.place for kept in self._kept if kept.differs()}
         if self._held is not None:
-            self._held_names = (self._held_names or set()) | self._held.changed()
+            self._changing_held |= self._held.changed(by_values=self._steps_to_watch > 0)
+        self._steps_to_watch = max(self._steps_to_watch - 1, 0)
         self._modules, self._kept, self._held = (), [], None
 
     def restore(self) -> None:
@@ -79,7 +90,7 @@ class BufferSnapshot:
         for kept in self._kept:
             module, name = kept.place
             if kept.buffer is not None and kept.values is not None and kept.differs():
-                with torch.no_grad():  # raises the version, by which a changing buffer is known
+                with torch.no_grad():
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():
                 setattr(module, name, kept.buffer)
@@ -96,10 +107,8 @@ class BufferSnapshot:
             )
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:
-        if isinstance(buffer, nn.Parameter) and (self._changing is None or place not in self._changing):
-            return None
-        if self._changing is None:
-            return buffer.detach().to("cpu", copy=True)  # all buffers, once: no plan counts that on a GPU
+        if self._steps_to_watch and not isinstance(buffer, nn.Parameter):
+            return buffer.detach().to("cpu", copy=True)  # all buffers, twice: no plan counts that on a GPU
         return buffer.detach().clone() if place in self._changing else None
 
     def _state(self, modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
@@ -124,8 +133,12 @@ class _Kept:
         return of_module.get(name) is not self.buffer or self.is_written()
 
     def differs(self) -> bool:
-        """Whether the buffer may have other values; kernels of norms write statistics without a new version."""
-        return self.is_written() or isinstance(self.place[0], _NormBase)
+        """Whether the buffer has other values than the copy, if there is one."""
+        return (
+            self.buffer is not None
+            and self.values is not None
+            and not have_same_values(self.buffer, self.values)
+        )
 
     def is_written(self) -> bool:
         """Whether the buffer has been written to."""

@@ -18,8 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.batches import InputMover, tensors_in
 from brimful.capture.carried import CarriedState, running_statistics, storages_of
-from brimful.capture.values.writes import has_writes, written_tensors
-from brimful.dispatch_mode import EagerDispatchMode
+from brimful.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
 from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of, loss_parts

@@ -38,6 +38,7 @@ from brimful.held_values import HeldSnapshot, HeldValues
 from brimful.settings import UnitAction
 from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
+from brimful.transforms.writes import WrittenStorages, storage_of
 
 CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
 """From a unit's function, and the modules that it calls, makes the function that is called instead."""
@@ -274,8 +275,8 @@ _BufferName = tuple[str, str]
 class _ForwardBuffers:
     """Keeps the buffers of some modules from changing twice.
 
-    The first forward of each training mode copies all buffers and finds which of them change; later forwards
-    copy only these.
+    The first forward of each training mode copies all buffers and finds which of them change, by the ops that
+    write to them; later forwards copy only these, and those that change later by a tensor's version.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -300,9 +301,13 @@ class _ForwardBuffers:
             {name: buffer.clone() for name, buffer in buffers.items() if known is None or name in known}
         )
         stamps = {name: _stamp(buffer) for name, buffer in buffers.items()}
-        yield
+        written = WrittenStorages(buffers.values()) if known is None else None
+        with written or nullcontext():
+            yield
         after = dict(self._named_buffers())
         changed = {name for name, stamp in stamps.items() if name in after and _stamp(after[name]) != stamp}
+        if written is not None:
+            changed |= {name for name, buffer in buffers.items() if written.has(buffer)}
         for name in changed - before.keys():
             # It never changed before now. Its old value is lost, but it shall not change a second time.
             before[name] = after[name].clone()
@@ -333,12 +338,12 @@ class _ForwardAttributes:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._module = nn.ModuleList(modules)
-        self._change = True
-        """Whether a forward changed any, or none was watched yet."""
+        self._change: bool | None = None
+        """Whether any forward so far changed any; None before the first."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
-        if not self._change:
+        if self._change is False:
             return nullcontext(), nullcontext()
         before: list[HeldSnapshot] = []
         return self._watched(before), _HeldAgain(self._module, before)
@@ -346,20 +351,26 @@ class _ForwardAttributes:
     @contextmanager
     def _watched(self, before: list[HeldSnapshot]) -> Iterator[None]:
         snapshot = HeldSnapshot(self._module)
-        stamps = {
-            name: _stamp(parameter)
+        frozen = {
+            name: parameter
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and not snapshot.has_copy(name)
         }
-        yield
+        stamps = {name: _stamp(parameter) for name, parameter in frozen.items()}
+        copied = snapshot.copied()
+        written = WrittenStorages((*frozen.values(), *copied)) if self._change is None else None
+        with written or nullcontext():
+            yield
         for name, parameter in self._module.named_parameters():
-            if stamps.get(name, _stamp(parameter)) != _stamp(parameter):
+            is_written = written is not None and name in frozen and written.has(parameter)
+            if is_written or stamps.get(name, _stamp(parameter)) != _stamp(parameter):
                 raise UsageError(
                     f"a unit that is to be recomputed writes to its parameter {name.partition('.')[2]!r} in "
                     "its forward, and would do so again in backward. Plan with recompute='none' (--recompute "
                     "none), or move the write out of the unit."
                 )
-        self._change = bool(snapshot.changed())
+        is_written = written is not None and any(map(written.has, copied))
+        self._change = self._change or is_written or bool(snapshot.changed())
         if self._change:
             before.append(snapshot)
 
@@ -406,6 +417,6 @@ class _StandIns(AbstractContextManager[None]):
         self._real.clear()
 
 
-def _stamp(buffer: Tensor) -> tuple[int, int]:
-    """A value that changes when a buffer is replaced or changed in-place."""
-    return id(buffer), buffer._version
+def _stamp(buffer: Tensor) -> tuple[int, int, int | None]:
+    """A value that changes when a buffer or its memory is replaced, or when it is changed in-place."""
+    return id(buffer), buffer._version, storage_of(buffer)
