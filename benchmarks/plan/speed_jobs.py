@@ -68,6 +68,58 @@ def llama_lora(layers: int = 32) -> bf.Job:
     )
 
 
+class Detr(nn.Module):
+    """DETR as its authors' notebook has it: ResNet-50, a transformer of 6 and 6 layers, 100 queries.
+
+    Source: Carion et al., "End-to-End Object Detection with Transformers" (2020), appendix A.6.
+    """
+
+    def __init__(self, width: int = 256, queries: int = 100, classes: int = 91) -> None:
+        super().__init__()
+        from transformers import ResNetConfig, ResNetModel
+
+        self.backbone = ResNetModel(ResNetConfig())
+        self.project = nn.Conv2d(2048, width, 1)
+        self.transformer = nn.Transformer(width, 8, 6, 6, batch_first=True)
+        self.classify, self.locate = nn.Linear(width, classes + 1), nn.Linear(width, 4)
+        self.queries = nn.Parameter(torch.rand(queries, width))
+        self.rows, self.columns = (nn.Parameter(torch.rand(50, width // 2)) for _ in range(2))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.project(self.backbone(images).last_hidden_state)
+        samples, _, height, width = features.shape
+        positions = torch.cat(
+            [
+                self.columns[:width].unsqueeze(0).repeat(height, 1, 1),
+                self.rows[:height].unsqueeze(1).repeat(1, width, 1),
+            ],
+            dim=-1,
+        ).flatten(0, 1)
+        found = self.transformer(
+            positions + 0.1 * features.flatten(2).transpose(1, 2), self.queries.expand(samples, -1, -1)
+        )
+        return self.classify(found), self.locate(found).sigmoid()
+
+
+def detr() -> bf.Job:
+    """DETR on images of 800 by 800 pixels, each query's target given: matching runs on the host."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        classes, boxes = model(batch["images"])
+        return F.cross_entropy(classes.flatten(0, 1), batch["labels"].flatten()) + 5 * F.l1_loss(
+            boxes, batch["boxes"]
+        )
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        return {
+            "images": torch.zeros(samples, 3, 800, 800),
+            "labels": torch.zeros(samples, 100, dtype=torch.long),
+            "boxes": torch.zeros(samples, 100, 4),
+        }
+
+    return bf.Job(name="detr", model=Detr, loss=loss, batch=batch, optimizer="adamw")
+
+
 def unet(*, small: bool = False) -> bf.Job:
     """The U-Net of Stable Diffusion 1.5 at 512 by 512 pixels: latents of 64 by 64, text of 77 tokens.
 
