@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from brimful.quantities import format_bytes
+from brimful.utils.quantities import format_bytes
 from job_zoo import JOBS, JobCase
 from job_zoo.examine import CLOSE_FRACTION, REFUSED, SUPPORTED, WARNED, WRONG, Row, examine
 from machine import Rows

@@ -28,9 +28,9 @@ from brimful.devices import find_device
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.quantities import format_bytes
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import find_units
+from brimful.utils.quantities import format_bytes
 from machine import keep
 
 NAMED_ABOVE_FRACTION = 0.01

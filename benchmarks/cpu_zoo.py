@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from brimful.quantities import format_bytes
 from brimful.settings import Settings
+from brimful.utils.quantities import format_bytes
 from cpu_truth import NAMED_ABOVE_FRACTION, compare, explanation
 from machine import keep
 from zoo import ZOO, ZooModel, missing

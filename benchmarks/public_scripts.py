@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from brimful.quantities import format_bytes
+from brimful.utils.quantities import format_bytes
 from machine import Rows, commit_at
 from own_process import EndedError, call_apart
 from public import SCRIPTS, Script

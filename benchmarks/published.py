@@ -23,8 +23,8 @@ from brimful.capture import capture_step
 from brimful.devices import CudaContext, Device, find_device, with_context
 from brimful.job import Job
 from brimful.prediction import Estimate, estimate_trace
-from brimful.quantities import MIB
 from brimful.settings import Settings
+from brimful.utils.quantities import MIB
 from machine import keep
 
 STEPS = 3

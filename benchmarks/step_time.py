@@ -37,8 +37,8 @@ from brimful.job import Job
 from brimful.models import find_architecture
 from brimful.profiling import measure_step
 from brimful.profiling.calibrate import measure_device
-from brimful.quantities import format_seconds
 from brimful.settings import Settings
+from brimful.utils.quantities import format_seconds
 from cpu_truth import MODELS
 from job_zoo import JOBS, JobCase
 from machine import keep

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from brimful.quantities import format_bytes, format_seconds
+from brimful.utils.quantities import format_bytes, format_seconds
 from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from brimful.quantities import format_bytes, format_seconds
+from brimful.utils.quantities import format_bytes, format_seconds
 from table_records import COMPUTED, Record, load, percent, stamp
 
 HERE = Path(__file__).parent

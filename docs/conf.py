@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 import brimful  # noqa: E402  # found in the tree above
-from brimful.field_docs import FIELDS  # noqa: E402
+from brimful.utils.field_docs import FIELDS  # noqa: E402
 
 project = "brimful"
 author = "the brimful authors"

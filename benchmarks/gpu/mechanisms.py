@@ -48,7 +48,6 @@ from brimful.profiling.calibrate import measure_device  # noqa: E402
 from brimful.profiling.cuda_context import measure_context  # noqa: E402
 from brimful.profiling.local_device import local_gpu  # noqa: E402
 from brimful.profiling.timing import typical_seconds  # noqa: E402
-from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import (  # noqa: E402
     Action,
     ChunkedLoss,
@@ -59,6 +58,7 @@ from brimful.settings import (  # noqa: E402
     UnitAction,
 )
 from brimful.trace import find_units  # noqa: E402
+from brimful.utils.quantities import GIB  # noqa: E402
 from gpu import jobs  # noqa: E402
 from gpu.configurations import CONFIGURATIONS  # noqa: E402
 from gpu.measured import measure  # noqa: E402

@@ -34,8 +34,8 @@ import torch  # noqa: E402
 from brimful import Job  # noqa: E402
 from brimful.codec import from_json_document, to_json_document  # noqa: E402
 from brimful.profiling.named_device import resolve_device  # noqa: E402
-from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import Settings  # noqa: E402
+from brimful.utils.quantities import GIB  # noqa: E402
 from gpu.measured import measure  # noqa: E402
 from machine import RESULTS, commit, machine  # noqa: E402
 from plan.bench import Bench, Outcome  # noqa: E402

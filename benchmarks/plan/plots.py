@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from brimful.quantities import format_bytes
+from brimful.utils.quantities import format_bytes
 from machine import RESULTS
 
 COLUMNS = 3

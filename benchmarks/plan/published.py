@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from brimful import Job, find_architecture
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
-from brimful.quantities import GIB
+from brimful.utils.quantities import GIB
 from machine import RESULTS, Rows
 from plan.bench import Bench, Outcome
 

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from brimful.devices import find_device
-from brimful.quantities import GIB
+from brimful.utils.quantities import GIB
 from machine import RESULTS, Rows
 from plan.bench import Bench, told
 from plan.jobs import JOBS, PlannedJob

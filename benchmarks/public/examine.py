@@ -23,7 +23,7 @@ from torch import Tensor
 
 import brimful as bf
 from brimful.errors import BrimfulError
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 from job_zoo.case import JobCase
 from job_zoo.examine import GRADIENT_RATIOS, LOSS_RATIOS, SEEDS, in_words
 from job_zoo.steps import Trained, plain_peak_bytes, planned_peak_bytes, seed_all, stepped, trained

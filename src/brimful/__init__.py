@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
     value = getattr(import_module(_MODULES[name]), name)
     if isinstance(value, type) and "__dataclass_fields__" in vars(value):
-        from brimful.field_docs import list_fields_in_help
+        from brimful.utils.field_docs import list_fields_in_help
 
         list_fields_in_help(value)
     globals()[name] = value

@@ -36,9 +36,9 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from brimful.decode_errors import one_line, readable, without_capital
 from brimful.errors import FileFormatError
-from brimful.quantities import MIB, format_bytes
+from brimful.utils.decode_errors import one_line, readable, without_capital
+from brimful.utils.quantities import MIB, format_bytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 from brimful.arguments import check_fields, checks_arguments
 from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.errors import UnknownNameError
-from brimful.field_docs import field_docstrings
-from brimful.quantities import parse_bytes
 from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
+from brimful.utils.field_docs import field_docstrings
+from brimful.utils.quantities import parse_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -30,9 +30,9 @@ from brimful.options import PlanOptions, parse_implementation, parse_parallelism
 from brimful.planner import JobTraits, Request
 from brimful.prediction import MARGIN_FRACTION
 from brimful.prediction.estimator import Capture
-from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import OptimizerImplementation, Parallelism, Settings
 from brimful.trace import per_rank_trace
+from brimful.utils.quantities import format_bytes, parse_bytes
 
 
 def request_of(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from brimful import status
 from brimful.cli.app import app
 from brimful.profiling import calibrate
+from brimful.utils import status
 from helpers.calibrated import CALIBRATION
 from helpers.command_line import brimful
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from brimful.errors import SaveError
 from brimful.job import Data
-from brimful.quantities import parse_bytes
 from brimful.results import StopReason
 from brimful.trainer import Callback
 from brimful.trainer.storage import saves
+from brimful.utils.quantities import parse_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 
 RTX_3090 = "NVIDIA GeForce RTX 3090"
 

@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor
 from brimful.planner import Plan
 from brimful.profiling.cpu_memory import record_cpu_memory
 from brimful.profiling.peak import peak_of_cpu
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "own-loop.md"
 SHARED = ("job", "gan")

@@ -21,8 +21,8 @@ from transformers import (
 import brimful as bf
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
-from brimful.quantities import format_bytes
 from brimful.settings import Action, Settings, UnitAction
+from brimful.utils.quantities import format_bytes
 from helpers.faults import OutOfMemoryAt
 from helpers.torchrun import result_of_two_ranks
 from helpers.trainers import (

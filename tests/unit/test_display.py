@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.display import BestEffortText, make_console, open_best_effort
+from brimful.utils.display import BestEffortText, make_console, open_best_effort
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -18,10 +18,10 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.held_values import HeldValues
 from brimful.job import Job
 from brimful.profiling.coupled_layers import restoring_state
 from brimful.settings import Settings
+from brimful.torch_utils.held_values import HeldValues
 from helpers.faults import OutOfMemoryAt, is_within
 
 

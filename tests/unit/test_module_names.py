@@ -17,8 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import brimful as bf
 from brimful.capture import capture_step
 from brimful.errors import UnknownNameError, UsageError
-from brimful.module_names import plain_modules, plain_namer, plain_state, unwrapped, wrapped_state
 from brimful.settings import Settings
+from brimful.torch_utils.module_names import plain_modules, plain_namer, plain_state, unwrapped, wrapped_state
 from brimful.transforms import apply_units
 from helpers.captured_jobs import CPU
 from helpers.trained_alike import mean_square, recomputing, saved_bytes, train

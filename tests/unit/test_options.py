@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import brimful as bf
-from brimful.field_docs import field_docstrings
 from brimful.options import LoopOptions, PlanKeywords, PlanOptions
 from brimful.settings import Action, MemoryFormat
 from brimful.trainer.options import TrainKeywords, TrainOptions
+from brimful.utils.field_docs import field_docstrings
 
 TAKERS = [(bf.plan, PlanOptions), (bf.fit, TrainOptions), (bf.Trainer, TrainOptions)]
 

@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import brimful as bf
-from brimful.field_docs import field_docstrings
+from brimful.utils.field_docs import field_docstrings
 
 API = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 

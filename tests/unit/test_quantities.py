@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brimful.errors import SizeError
-from brimful.quantities import parse_bytes
+from brimful.utils.quantities import parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ READERS = {
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},
-    "files.py": {"os.open": LOCK, "open": OWN},
+    "utils/files.py": {"os.open": LOCK, "open": OWN},
     "devices/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
     "devices/this_machine.py": {"read_text": SYSTEM},
     "profiling/cache.py": {
@@ -127,7 +127,7 @@ READERS = {
 RUNNERS = {
     "arguments.py": {"eval": "hints of brimful's own modules, never what a user gives"},
     "__init__.py": {"import_module": "brimful's own modules"},
-    "display.py": {"import_module": "brimful.report, which writes the text of results"},
+    "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",

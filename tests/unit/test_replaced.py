@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from brimful import one_at_a_time
 from brimful.errors import SaveError
-from brimful.files import write_file
-from brimful.gc_pause import without_garbage_collection
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
+from brimful.utils import one_at_a_time
+from brimful.utils.files import write_file
+from brimful.utils.gc_pause import without_garbage_collection
 
 
 class Original:
@@ -122,7 +122,7 @@ def _forks_within() -> int:
 
 _INTERRUPTED = """
 import os, signal, threading, time
-from brimful.gc_pause import without_garbage_collection
+from brimful.utils.gc_pause import without_garbage_collection
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have let its children ignore it
 within = threading.Event()

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from brimful import status
-from brimful.status import busy, report, reporting_part
+from brimful.utils import status
+from brimful.utils.status import busy, report, reporting_part
 
 
 def test_in_a_log_a_line_says_what_is_being_done(

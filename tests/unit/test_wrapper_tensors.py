@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from brimful.wrapper_tensors import inner_tensors, is_wrapper_tensor, remade, with_inner_tensors
+from brimful.torch_utils.wrapper_tensors import inner_tensors, is_wrapper_tensor, remade, with_inner_tensors
 
 
 def nested() -> TwoTensor:

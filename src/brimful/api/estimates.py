@@ -35,7 +35,6 @@ from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
-from brimful.quantities import parse_bytes
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -44,8 +43,9 @@ from brimful.settings import (
     Settings,
     UnitAction,
 )
-from brimful.status import busy
 from brimful.trace import Guess, Trace, find_units
+from brimful.utils.quantities import parse_bytes
+from brimful.utils.status import busy
 
 
 @undisturbed()

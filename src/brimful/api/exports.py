@@ -15,7 +15,7 @@ from brimful.exports import Export, ExportSource, ExportTool, write_export
 from brimful.job import Job
 from brimful.optimizers import NamedOptimizer
 from brimful.planner import Plan
-from brimful.status import busy
+from brimful.utils.status import busy
 
 
 @undisturbed()

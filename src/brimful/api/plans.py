@@ -28,12 +28,12 @@ from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.job_calibrations import JobKind, has_job_calibrations, kept_job_calibration
 from brimful.profiling.named_device import DeviceLike, resolve_device
-from brimful.quantities import parse_bytes
 from brimful.requests import request_of, with_budget
 from brimful.results import JobCalibration
 from brimful.settings import Settings
-from brimful.status import busy
 from brimful.trace import Trace
+from brimful.utils.quantities import parse_bytes
+from brimful.utils.status import busy
 
 SplitCheck = Callable[[Job, Settings, Trace], bool]
 """Whether a batch of a job is known to be what its parts are, given settings and the trace of training without

@@ -37,10 +37,10 @@ from brimful.results import EquivalenceReport, Measurement, StopReason, Training
 from brimful.settings import (
     Settings,
 )
-from brimful.status import busy
 from brimful.trainer import Trainer
 from brimful.trainer.monitor.progress import show_title
 from brimful.trainer.options import TrainKeywords, TrainOptions
+from brimful.utils.status import busy
 
 
 @undisturbed()

@@ -14,10 +14,10 @@ from brimful.capture.step import capture_short_step
 from brimful.capture.updates import SharedUpdates
 from brimful.capture.watched_device import WatchedDevice
 from brimful.devices import Device
-from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
 from brimful.settings import Precision, Settings
 from brimful.trace import Trace
+from brimful.utils.gc_pause import without_garbage_collection
 
 
 class CachedCapture:

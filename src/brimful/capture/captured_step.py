@@ -24,8 +24,8 @@ from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch, Job
 from brimful.memory import pinned_bytes
-from brimful.module_names import plain_namer
 from brimful.settings import Settings
+from brimful.torch_utils.module_names import plain_namer
 from brimful.trace import Category, Phase
 
 DISTINCT_MICRO_BATCHES = 2

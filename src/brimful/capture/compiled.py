@@ -23,8 +23,8 @@ from torch import nn
 from brimful.batches import own_part
 from brimful.capture.recording.lines import calling_line, defining_line
 from brimful.capture.recording.recorder import Recorder
-from brimful.dispatch_mode import compiled_code_runs_eagerly
-from brimful.replaced import replaced
+from brimful.torch_utils.dispatch_mode import compiled_code_runs_eagerly
+from brimful.torch_utils.replaced import replaced
 
 
 class CompiledCode:

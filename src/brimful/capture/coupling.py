@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.capture.carried import CarriedState, running_statistics
 from brimful.capture.fakes.outside import OutsideTensors
-from brimful.module_names import plain_namer
+from brimful.torch_utils.module_names import plain_namer
 
 
 class Coupling:

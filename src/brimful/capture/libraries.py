@@ -14,7 +14,7 @@ from torch import Tensor
 
 from brimful.capture.recording.facts import StepFacts
 from brimful.execution.attached import ATTRIBUTES
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 
 @contextmanager

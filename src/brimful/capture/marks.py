@@ -10,9 +10,9 @@ from brimful.capture.recording.places import Place
 from brimful.capture.recording.recorder import Recorder
 from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
-from brimful.module_names import plain_namer
+from brimful.torch_utils.module_names import plain_namer
+from brimful.torch_utils.wrapper_tensors import with_inner_tensors
 from brimful.trace import Category
-from brimful.wrapper_tensors import with_inner_tensors
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:

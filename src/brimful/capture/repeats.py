@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.recording.recorder import Recorder
 from brimful.errors import BrimfulError
-from brimful.module_names import plain_modules, plain_namer, unwrapped
 from brimful.settings import Action, Settings, Span, has_input_ops
+from brimful.torch_utils.module_names import plain_modules, plain_namer, unwrapped
 from brimful.trace import Phase, Trace
 from brimful.trace.block_regions import ShortRow
 from brimful.trace.repeated import Counts, with_all_blocks

@@ -34,8 +34,8 @@ from brimful.capture.libraries import (
     nothing_is_saved,
     quantised_weights_known,
 )
-from brimful.capture.loop import run_loop
 from brimful.capture.marks import input_mover, mark_input
+from brimful.capture.own_loop import run_loop
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.places import Place, devices_told
@@ -51,13 +51,13 @@ from brimful.distributed.fsdp import Sharded
 from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
-from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
-from brimful.quantities import format_bytes
 from brimful.settings import Settings
+from brimful.torch_utils.held_values import HeldValues
 from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
 from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
+from brimful.utils.quantities import format_bytes
 
 _SEQUENCES = 3
 """Dimensions of the weight of a convolution over sequences; those over images and volumes have more."""

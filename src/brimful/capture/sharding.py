@@ -30,8 +30,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from brimful.capture.recording.recorder import Recorder
 from brimful.errors import CaptureError
-from brimful.replaced import replaced
 from brimful.settings import Settings
+from brimful.torch_utils.replaced import replaced
 
 GATHERED = "gathered parameters"
 """Label of the memory of a unit's gathered parameters in a trace."""

@@ -22,12 +22,12 @@ from brimful.capture.step_part import StepPart
 from brimful.devices import Device
 from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
-from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
-from brimful.replaced import replaced
 from brimful.settings import Settings
-from brimful.status import report
+from brimful.torch_utils.replaced import replaced
 from brimful.trace import Guess, Trace, own_checkpoints
+from brimful.utils.gc_pause import without_garbage_collection
+from brimful.utils.status import report
 
 
 def capture_step(

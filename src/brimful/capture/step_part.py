@@ -23,7 +23,7 @@ from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, later_ops
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

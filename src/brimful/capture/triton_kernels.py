@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 NAMESPACE = "triton_kernels"
 _library = torch.library.Library(NAMESPACE, "DEF")

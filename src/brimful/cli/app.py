@@ -44,7 +44,7 @@ from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
 from brimful.options import PlanOptions
-from brimful.status import busy, report
+from brimful.utils.status import busy, report
 
 if TYPE_CHECKING:
     from brimful.job import Job

@@ -15,8 +15,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from brimful.codec import PositiveInt
-from brimful.field_docs import field_docstrings
 from brimful.options import LoopOptions, PlanOptions
+from brimful.utils.field_docs import field_docstrings
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:

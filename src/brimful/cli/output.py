@@ -17,8 +17,8 @@ import typer
 
 from brimful.cli.streams import check_result_is_written, keep_stdout_for_the_result, print_result
 from brimful.cli.tracebacks import job_exit, traceback_text
-from brimful.display import BestEffortText
 from brimful.errors import BrimfulError, InterruptedRunError, UsageError
+from brimful.utils.display import BestEffortText
 
 INTERRUPTED = 130
 TERMINATED = 143

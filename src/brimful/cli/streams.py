@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import TextIO
 
-from brimful.display import BestEffortFile, open_best_effort
 from brimful.errors import SaveError
+from brimful.utils.display import BestEffortFile, open_best_effort
 
 _STDOUT, _STDERR = 1, 2
 

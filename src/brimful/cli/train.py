@@ -31,10 +31,10 @@ from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, r
 from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
 from brimful.errors import UsageError
-from brimful.files import write_file
 from brimful.options import PlanOptions
 from brimful.results import StopReason
-from brimful.status import busy
+from brimful.utils.files import write_file
+from brimful.utils.status import busy
 
 if TYPE_CHECKING:
     from brimful.job import Job

@@ -13,7 +13,7 @@ from functools import cache
 from brimful.devices.data_rows import listed, read_rows
 from brimful.devices.device import CudaContext, Device
 from brimful.errors import UsageError
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 
 CUDA_CONTEXT_BYTES = 600 * MIB
 """Assumed size of a CUDA context with torch where `data/contexts.csv` has no applicable row.

@@ -11,7 +11,7 @@ from brimful.devices.derived import Figures, derived_device
 from brimful.devices.device import Device
 from brimful.devices.peaks import Capability, MemoryType
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import GIB, KIB, MIB, format_bytes, parse_bytes
+from brimful.utils.quantities import GIB, KIB, MIB, format_bytes, parse_bytes
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
 """The compute capability of a description without one: the oldest that has bf16, and TF32 at the least ratios.

@@ -10,8 +10,8 @@ from brimful.arguments import check_fields
 from brimful.codec import NonNegativeFloat
 from brimful.devices.rate_curves import RateCurve
 from brimful.errors import UsageError
-from brimful.quantities import MIB
 from brimful.settings import Precision
+from brimful.utils.quantities import MIB
 
 Answer = TypeVar("Answer")
 

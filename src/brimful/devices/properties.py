@@ -10,7 +10,7 @@ from brimful.devices.device import Device
 from brimful.devices.peaks import Capability
 from brimful.devices.table import find_device
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import format_bytes
+from brimful.utils.quantities import format_bytes
 
 SAME_MULTIPROCESSORS_FRACTION = 0.05
 """By how much a card may differ from its row in multiprocessors: more than rows may be wrong by (the L4's: 58,

@@ -19,7 +19,7 @@ from brimful.devices.data_rows import listed, read_rows
 from brimful.devices.device import Device, Dispatch
 from brimful.devices.this_machine import cpu_device
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import GIB, format_bytes
+from brimful.utils.quantities import GIB, format_bytes
 
 UNMEASURED_USABLE_FRACTION = 0.9464
 """Fraction of a card's marketed memory that its driver reports, if the table has no report of that card.

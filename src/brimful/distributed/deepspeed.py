@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from brimful.distributed.fsdp import Around
 from brimful.errors import UsageError
 from brimful.execution.attached import parameter_count
-from brimful.module_names import plain_namer, plain_state
 from brimful.settings import Parallelism
+from brimful.torch_utils.module_names import plain_namer, plain_state
 from brimful.trace.zero import STAGES, zero_options
 
 T = TypeVar("T")

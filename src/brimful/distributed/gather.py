@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from brimful.batches import own_part
 from brimful.errors import SaveError
-from brimful.files import fresh
-from brimful.module_names import plain_namer
+from brimful.torch_utils.module_names import plain_namer
+from brimful.utils.files import fresh
 
 
 class WholeModel(nn.Module):

@@ -21,7 +21,7 @@ from brimful.batches import BatchLayout
 from brimful.errors import TrainingError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch
-from brimful.wrapper_tensors import inner_tensors
+from brimful.torch_utils.wrapper_tensors import inner_tensors
 
 T = TypeVar("T")
 

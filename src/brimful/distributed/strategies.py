@@ -26,7 +26,7 @@ from brimful.errors import UsageError
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Parallelism, Precision, Settings, fp16_is_divided
-from brimful.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
 
 T = TypeVar("T")
 

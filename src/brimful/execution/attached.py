@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from brimful.errors import UsageError
-from brimful.wrapper_tensors import is_wrapper_tensor, remade, with_inner_tensors
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor, remade, with_inner_tensors
 
 ATTRIBUTES = "_brimful_attributes"
 """Attribute of a fake parameter: names of the attributes that it has from the real one."""

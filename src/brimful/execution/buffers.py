@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.errors import PartialUpdateError
-from brimful.held_values import HeldSnapshot, have_same_values, is_mostly_frozen
+from brimful.torch_utils.held_values import HeldSnapshot, have_same_values, is_mostly_frozen
 
 _WATCHED_STEPS = 2
 """Steps in which everything is copied, to find what changes."""

@@ -31,9 +31,9 @@ from brimful.errors import LossError, UsageError
 from brimful.execution.hooks import StepHooks
 from brimful.execution.losses import check_loss
 from brimful.execution.random_state import RandomState
-from brimful.held_values import have_same_values
 from brimful.job import Batch, Job
 from brimful.settings import Settings
+from brimful.torch_utils.held_values import have_same_values
 from brimful.trace import Phase
 
 

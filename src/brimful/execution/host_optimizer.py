@@ -38,8 +38,8 @@ from brimful.errors import UsageError
 from brimful.execution.update_in_backward import steps_one_by_one
 from brimful.memory import pinned_bytes
 from brimful.optimizers import has_gaps
-from brimful.quantities import MIB, format_bytes
 from brimful.transforms.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
+from brimful.utils.quantities import MIB, format_bytes
 
 BUCKET_BYTES = 64 * MIB
 """Bytes of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some

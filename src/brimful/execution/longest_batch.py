@@ -19,8 +19,8 @@ from brimful.batches import is_real, layout_of, make_batch, sample_sizes
 from brimful.execution.longest_data import LongestRead, longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Data, Job
-from brimful.one_at_a_time import one_at_a_time
 from brimful.results import SampleSize, describe_growth, larger_entries
+from brimful.utils.one_at_a_time import one_at_a_time
 
 FEW_SAMPLES = 2
 """Samples of a batch that is only compared with others: with few, the longest of them varies most."""

@@ -27,7 +27,6 @@ from brimful.execution.setup import set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
-from brimful.module_names import check_runs_on_one_device
 from brimful.optimizers import (
     check_dense_gradients,
     check_needs_no_closure,
@@ -35,6 +34,7 @@ from brimful.optimizers import (
 )
 from brimful.results import SampleSize
 from brimful.settings import Settings
+from brimful.torch_utils.module_names import check_runs_on_one_device
 
 CheckBatch = Callable[[Settings, Batch], bool]
 """Checks a real batch before training on it under some settings; raises an error to refuse it. False if the

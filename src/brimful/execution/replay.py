@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from brimful.dispatch_mode import EagerDispatchMode
 from brimful.errors import PartialUpdateError
 from brimful.execution.writes import Place, is_tensor, place_of, state_tensors, written_by
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode
 
 
 def replay(

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries, with_room
-from brimful.replaced import replace_attribute
+from brimful.torch_utils.replaced import replace_attribute
 
 _OF_FUSED = ("grad_scale", "found_inf")
 """Attributes that a scaler gives an optimizer with a fused step, and leaves where its step raises."""

@@ -10,13 +10,13 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from brimful.built_modules import noting_built_modules
 from brimful.errors import UsageError
 from brimful.execution.attached import copied_model, stay_trainable
 from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
-from brimful.module_names import check_runs_on_one_device
 from brimful.settings import Settings
+from brimful.torch_utils.built_modules import noting_built_modules
+from brimful.torch_utils.module_names import check_runs_on_one_device
 
 _IN_TORCH = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 

@@ -28,7 +28,7 @@ from brimful.execution.random_state import RandomState
 from brimful.execution.retries import Retries, Shrink
 from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.execution.update import ResumableUpdate
-from brimful.replaced import replace_attribute
+from brimful.torch_utils.replaced import replace_attribute
 
 Result = TypeVar("Result")
 

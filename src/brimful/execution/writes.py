@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import tensors_in
-from brimful.dispatch_mode import EagerDispatchMode
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode
 
 Place = tuple[int, int]
 """Address of a tensor's bytes, and their number: the same for a tensor and a view of the whole of it."""

@@ -7,9 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from brimful.display import PrintedResult
-from brimful.files import write_file
 from brimful.settings import Settings
+from brimful.utils.display import PrintedResult
+from brimful.utils.files import write_file
 
 
 class ExportTool(StrEnum):

@@ -40,9 +40,9 @@ from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
 from brimful.profiling.named_device import DeviceLike
-from brimful.replaced import replace_attribute, replaced
 from brimful.results import Recovery
 from brimful.settings import Settings
+from brimful.torch_utils.replaced import replace_attribute, replaced
 
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 

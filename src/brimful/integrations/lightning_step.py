@@ -21,7 +21,7 @@ from torch import Tensor
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
-from brimful.replaced import replace_attribute
+from brimful.torch_utils.replaced import replace_attribute
 
 _HOOK = "training_step"
 

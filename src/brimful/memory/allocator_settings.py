@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.memory.pools import LARGE_SEGMENT_BYTES
-from brimful.quantities import MIB, format_bytes
 from brimful.settings import Settings
+from brimful.utils.quantities import MIB, format_bytes
 
 SIZE_RANGES = 16
 """Ranges of request sizes that can round differently: below 2 MiB, from 2, 4, 8, … MiB, and from 32 GiB on.

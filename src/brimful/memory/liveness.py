@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from brimful.errors import UnknownNameError
 from brimful.memory.pools import MIN_BLOCK_BYTES
-from brimful.quantities import round_up
 from brimful.trace import Category, EventKind, Op, Phase, Trace
+from brimful.utils.quantities import round_up
 
 _ROUNDING_BYTES = {"cpu": 1, "cuda": MIN_BLOCK_BYTES}
 

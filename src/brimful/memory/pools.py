@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 
-from brimful.quantities import MIB, round_up
+from brimful.utils.quantities import MIB, round_up
 
 MIN_BLOCK_BYTES = 512
 """Every block is a multiple of this. Source: kMinBlockSize."""

@@ -8,8 +8,8 @@ from brimful.memory.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettin
 from brimful.memory.attribution import replay_allocations
 from brimful.memory.liveness import live_profile, rounding_bytes_of
 from brimful.memory.pools import SEGMENT_ROUNDING_BYTES
-from brimful.quantities import MIB, round_up
 from brimful.trace import Trace
+from brimful.utils.quantities import MIB, round_up
 
 ALTERNATIVES = (
     AllocatorSettings(expandable_segments=True),

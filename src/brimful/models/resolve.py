@@ -19,10 +19,10 @@ from torch import nn
 
 from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
-from brimful.files import is_file
 from brimful.job import DEFAULT_NAME, Job
 from brimful.models.text import TEXT_ARCHITECTURES
 from brimful.models.vision import VISION_ARCHITECTURES
+from brimful.utils.files import is_file
 
 _ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
 _FORMS = (

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
-from brimful.module_names import plain_namer
 from brimful.optimizers.closures import check_needs_no_closure
 from brimful.optimizers.implementations import check_gaps, set_implementation
 from brimful.optimizers.muon import Muon
@@ -23,6 +22,7 @@ from brimful.optimizers.ownership import check_parameters
 from brimful.optimizers.predicted_8bit import AdamW8bit as PredictedAdamW8bit
 from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
+from brimful.torch_utils.module_names import plain_namer
 
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
 """Elementwise optimizers, which can step flat parts of all parameters together. Adagrad is elementwise too, but

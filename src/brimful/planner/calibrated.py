@@ -14,8 +14,8 @@ from brimful.planner.plan import Alternative, BudgetPoint, Plan
 from brimful.planner.request import Request
 from brimful.planner.search import search
 from brimful.prediction.estimator import Capture
-from brimful.quantities import format_bytes
 from brimful.results import JobCalibration
+from brimful.utils.quantities import format_bytes
 
 
 def search_calibrated(capture: Capture, request: Request, calibration: JobCalibration | None) -> Plan:

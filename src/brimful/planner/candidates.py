@@ -20,9 +20,9 @@ from brimful.planner.problem.logits import LOSS_CHUNKS, logits_layer
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES
 from brimful.prediction.estimator import Capture
-from brimful.quantities import format_bytes
 from brimful.settings import ChunkedLoss, Parallelism, Settings
 from brimful.trace import Category, Trace
+from brimful.utils.quantities import format_bytes
 
 TIME_UNCERTAINTY = 0.001
 """Fraction by which times of captures and of what is predicted from them may differ."""

@@ -8,12 +8,12 @@ from typing import Any
 
 from brimful.codec import JsonForm, json_form, to_json_document
 from brimful.devices import Device
-from brimful.display import PrintedResult
 from brimful.planner.plan import Plan
 from brimful.prediction.estimate import estimate_unlimited
 from brimful.settings import Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
+from brimful.utils.display import PrintedResult
 
 
 @json_form(JsonForm(derived={"fits": attrgetter("fits")}, order=("fits",), omitted=("settings",)))

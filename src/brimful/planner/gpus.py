@@ -14,17 +14,17 @@ from typing import Protocol
 
 from brimful.cost import StepTimer, time_interval
 from brimful.devices import Device, torch_builds_note
-from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
 from brimful.planner.cached_method import cached_method
 from brimful.planner.on_gpus import AllocationsOnGpus
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, DerivedTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.status import reporting_part
 from brimful.trace import Trace
 from brimful.trace.gpu_sizes import is_sized_by_gpu
 from brimful.trace.units import find_units
+from brimful.utils.display import PrintedResult
+from brimful.utils.status import reporting_part
 
 
 class GpuSurvey(tuple["GpuFit", ...], PrintedResult):

@@ -10,9 +10,9 @@ from msgspec import structs
 
 from brimful.devices import Device
 from brimful.memory import replay_allocations, rounding_bytes_of
-from brimful.quantities import round_up
 from brimful.trace import EventKind, Storage, Trace
 from brimful.trace.gpu_sizes import DECIDING_PROPERTIES, is_sized_by_gpu, size_on
+from brimful.utils.quantities import round_up
 
 
 class AllocationsOnGpus:

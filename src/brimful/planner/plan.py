@@ -22,12 +22,12 @@ from brimful.codec import (
     read_regular_file,
     to_json_document,
 )
-from brimful.display import PrintedResult
 from brimful.errors import UsageError
-from brimful.files import write_file
 from brimful.options import PlanOptions
 from brimful.results import JobCalibration, SampleSize
 from brimful.settings import Settings
+from brimful.utils.display import PrintedResult
+from brimful.utils.files import write_file
 
 PLAN_VERSION = 1
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from brimful.cost import StepTime, step_seconds, time_interval
 from brimful.devices import Device
-from brimful.display import PrintedResult
 from brimful.errors import CaptureError, UsageError
 from brimful.memory import (
     AllocatorSettings,
@@ -28,6 +27,7 @@ from brimful.memory import (
 )
 from brimful.settings import Settings
 from brimful.trace import Category, Correction, Guess, Phase, Trace
+from brimful.utils.display import PrintedResult
 
 MARGIN_FRACTION = 0.05
 """Fraction of a GPU's memory that a plan without a budget leaves free. Of 54 public runs, 5 took over 5 % more

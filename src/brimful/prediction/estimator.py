@@ -10,10 +10,10 @@ from typing import Protocol
 from brimful.devices import Device
 from brimful.errors import BatchError, CaptureError, InfeasibleError
 from brimful.prediction.estimate import Estimate, Extremes, Verdict, estimate_trace
-from brimful.quantities import format_bytes
 from brimful.settings import Settings
 from brimful.trace import Guess, Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
+from brimful.utils.quantities import format_bytes
 
 SCALED_SIZES = (2, 3)
 """Micro-batches captured to predict all others. Not 1: some ops treat a dimension of 1 differently."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.dispatch_mode import EagerDispatchMode
 from brimful.execution.random_state import RandomState
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode
 
 aten = torch.ops.aten
 

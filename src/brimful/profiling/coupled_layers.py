@@ -18,18 +18,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.batches import InputMover, tensors_in
 from brimful.capture.carried import CarriedState, running_statistics, storages_of
-from brimful.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
 from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of, loss_parts
 from brimful.execution.out_of_memory import with_room
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
-from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
 from brimful.planner import what_splitting_changes
 from brimful.settings import Settings
-from brimful.wrapper_tensors import calls_ops_on_parts
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
+from brimful.torch_utils.held_values import HeldValues
+from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 
 Result = TypeVar("Result")
 

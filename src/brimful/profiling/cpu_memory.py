@@ -26,8 +26,8 @@ import torch
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.autograd.profiler import profile, record_function
 
-from brimful.one_at_a_time import one_at_a_time
 from brimful.results import OpTemporary
+from brimful.utils.one_at_a_time import one_at_a_time
 
 _SILENT = "6"
 """Above every level of the profiler's log, which else says on stderr that it starts and stops (kineto's

@@ -24,9 +24,7 @@ from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
-from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
-from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes
 from brimful.profiling.aligned_draws import DrawWatch
@@ -34,7 +32,9 @@ from brimful.profiling.coupled_layers import batch_norms, carried_state
 from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss, terms_of_loss
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
+from brimful.torch_utils.held_values import HeldValues
 from brimful.transforms import apply_memory_format, apply_units
+from brimful.utils.one_at_a_time import one_at_a_time
 
 _GRADIENT = "the gradient of"
 _BUFFER = "the state"

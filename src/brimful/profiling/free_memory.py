@@ -18,8 +18,8 @@ from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
 from brimful.profiling.local_device import local_gpu
 from brimful.profiling.nvml import NvmlGpu, opened_nvml
-from brimful.quantities import format_bytes
-from brimful.wrapper_tensors import inner_tensors
+from brimful.torch_utils.wrapper_tensors import inner_tensors
+from brimful.utils.quantities import format_bytes
 
 WORTH_SAYING_FRACTION = 0.01
 """Fraction of a GPU's memory: what others hold below this is counted and not reported. A choice."""

@@ -16,7 +16,6 @@ from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.setup import build_model, choose_device, set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.job import Batch, Job
-from brimful.one_at_a_time import one_at_a_time
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop
 from brimful.profiling.peak import measurement_of, peak_memory
@@ -24,6 +23,7 @@ from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 from brimful.settings import Settings
 from brimful.transforms import apply_memory_format, apply_units
+from brimful.utils.one_at_a_time import one_at_a_time
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""

@@ -19,8 +19,8 @@ from brimful.devices import RateCurve
 from brimful.devices.this_machine import memory_left_bytes
 from brimful.profiling.probes import Pool, Probe, probes
 from brimful.profiling.timing import Typical, typical_seconds
-from brimful.quantities import MIB
-from brimful.status import report
+from brimful.utils.quantities import MIB
+from brimful.utils.status import report
 
 _POOL_BYTES = 64 * MIB
 """Least size of a pool: beyond the caches of most CPUs."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from brimful.batches import named_tensors, own_part
 from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
-from brimful.wrapper_tensors import inner_tensors
+from brimful.torch_utils.wrapper_tensors import inner_tensors
 
 
 def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:

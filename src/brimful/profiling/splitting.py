@@ -29,13 +29,13 @@ from brimful.execution.random_state import RandomState
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
-from brimful.one_at_a_time import one_at_a_time
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
-from brimful.quantities import format_bytes
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.trace import Phase, Trace
+from brimful.utils.one_at_a_time import one_at_a_time
+from brimful.utils.quantities import format_bytes
 
 IN_EVALUATION = "splitting, in evaluation mode"
 WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from brimful.one_at_a_time import one_at_a_time
+from brimful.utils.one_at_a_time import one_at_a_time
 
 _ROUND_SECONDS = 0.3e-3
 """What is quicker is run several times in a row, so that reading the clock does not count. Not longer, because

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from brimful.distributed.ranks import processors_here
 from brimful.errors import UsageError
-from brimful.files import is_directory
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.samples import split_by_class
+from brimful.utils.files import is_directory
 
 _VALIDATION_FOLDERS = ("val", "valid", "validation", "test")
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from brimful.errors import UnknownNameError, UsageError
-from brimful.files import is_directory
 from brimful.models import find_architecture
 from brimful.models.huggingface import attention
 from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
@@ -23,6 +22,7 @@ from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
 from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
 from brimful.recipes.weights import check_most_is_loaded, names_of_tensors, unreadable, warn_new
+from brimful.utils.files import is_directory
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """File names of transformers; with ".index.json" appended if the weights are in several files."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from brimful.codec import parse_json, read_regular_file
 from brimful.errors import UsageError
 from brimful.execution.out_of_memory import out_of_memory
-from brimful.files import is_file
+from brimful.utils.files import is_file
 
 _MOST_NAMED = 6
 

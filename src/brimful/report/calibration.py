@@ -7,8 +7,8 @@ from typing import Any
 
 from brimful.codec import to_builtins, to_json_document
 from brimful.devices import Device, RateCurve
-from brimful.quantities import format_bytes, format_seconds
 from brimful.report.layout import Part, Remark, Report, Row, as_text
+from brimful.utils.quantities import format_bytes, format_seconds
 
 
 def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from brimful.planner.gpus import FastestFit, GpuFit, GpuSurvey, sort_fits
-from brimful.quantities import format_bytes
 from brimful.settings import Settings
+from brimful.utils.quantities import format_bytes
 
 _NAME = 31
 _SIZE = 11

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from brimful.planner import Plan, PlanCheck
-from brimful.quantities import format_bytes, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
 from brimful.results import Comparison, EquivalenceReport, Measurement, SelfCorrection, TrainingResult
 from brimful.results.measurement import busy_text
+from brimful.utils.quantities import format_bytes, format_seconds
 
 
 def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing:

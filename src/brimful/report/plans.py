@@ -9,9 +9,9 @@ from brimful.exports import Export
 from brimful.memory import ModuleShare
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
-from brimful.quantities import GIB, format_bytes, format_rate, format_seconds
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
 from brimful.trace import Category
+from brimful.utils.quantities import GIB, format_bytes, format_rate, format_seconds
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10

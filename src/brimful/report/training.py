@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
 from brimful.report.layout import Part, Remark, Report, Row, as_text
 from brimful.report.measurements import gauges, predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
 from brimful.results.measurement import busy_text
+from brimful.utils.quantities import format_bytes, format_rates, format_seconds
 
 _SPARK_CELLS = 40
 _LABEL_CELLS = 20

@@ -15,7 +15,7 @@ from brimful.codec import (
     json_form,
     to_json_document,
 )
-from brimful.display import PrintedResult
+from brimful.utils.display import PrintedResult
 
 
 def _holds(comparison: Comparison) -> bool | None:

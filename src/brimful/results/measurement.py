@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.codec import NonNegativeInt
-from brimful.display import PrintedResult
+from brimful.utils.display import PrintedResult
 
 BUSY_FRACTION = 0.05
 """Fraction of the time that a thread waits for a processor beyond which the machine is called busy. On two

@@ -23,11 +23,11 @@ from brimful.codec import (
     json_form,
     to_json_document,
 )
-from brimful.display import PrintedResult
 from brimful.results.equivalence import EquivalenceReport
 from brimful.results.measurement import OpTemporary
 from brimful.results.self_correction import SelfCorrection
 from brimful.settings import Settings
+from brimful.utils.display import PrintedResult
 
 RESULT_VERSION = 3
 

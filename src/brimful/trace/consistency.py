@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from brimful.quantities import format_bytes
 from brimful.settings import Span
 from brimful.trace.records import EventKind, Phase, Trace
+from brimful.utils.quantities import format_bytes
 
 _MOST_BYTES = 1 << 62
 """Most bytes of all storages together: beyond any device, and rounded up they still fit 64 bits."""

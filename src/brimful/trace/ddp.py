@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from brimful.quantities import MIB
 from brimful.settings import Parallelism
 from brimful.trace.records import Category, Event, EventKind, Phase, Storage, Trace
 from brimful.trace.zero import of_one_zero_rank
+from brimful.utils.quantities import MIB
 
 BUCKET_BYTES = 25 * MIB
 """Bytes of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""

@@ -24,14 +24,14 @@ from brimful.codec import (
     read_regular_file,
     to_json_document,
 )
-from brimful.decode_errors import missing_field, unknown_field
 from brimful.errors import FileFormatError
-from brimful.files import write_file
-from brimful.quantities import GIB, MIB, format_bytes
 from brimful.settings import Settings
 from brimful.trace.consistency import find_inconsistency
 from brimful.trace.kernel_memory import Kernel
 from brimful.trace.records import Correction, Event, Op, Storage, Trace
+from brimful.utils.decode_errors import missing_field, unknown_field
+from brimful.utils.files import write_file
+from brimful.utils.quantities import GIB, MIB, format_bytes
 
 TRACE_VERSION = 2
 

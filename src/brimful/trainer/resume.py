@@ -11,13 +11,13 @@ from pathlib import Path
 from brimful.codec import decode_json, read_regular_file, to_json_document
 from brimful.distributed.ranks import Ranks
 from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
-from brimful.files import write_file
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.trainer.options import RunConfig
 from brimful.trainer.storage.checkpoint import Rates
 from brimful.trainer.storage.restore import Save, newest_save
 from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_restart, check_run_directory
+from brimful.utils.files import write_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

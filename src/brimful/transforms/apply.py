@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from brimful.errors import UnknownNameError, UsageError
-from brimful.module_names import plain_modules, resolved, unwrapped
 from brimful.settings import (
     Action,
     ChunkedLoss,
@@ -22,6 +21,7 @@ from brimful.settings import (
     module_part,
     with_input_ops,
 )
+from brimful.torch_utils.module_names import plain_modules, resolved, unwrapped
 from brimful.transforms.chunked_loss import DeferringLinear
 from brimful.transforms.input_ops import FollowedForward, InputOps
 from brimful.transforms.offload import OffloadSchedule, ScheduledUnit

@@ -25,7 +25,7 @@ from brimful.errors import UsageError
 from brimful.job import Batch
 from brimful.optimizers import has_gaps, is_of_bitsandbytes
 from brimful.settings import MemoryFormat, Parallelism, Settings
-from brimful.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -39,8 +39,8 @@ from brimful.batches import tensors_in
 from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.settings import Action, UnitAction
+from brimful.torch_utils.wrapper_tensors import inner_tensors
 from brimful.transforms.host_link import give_back, to_device, to_device_done, to_host, to_host_done
-from brimful.wrapper_tensors import inner_tensors
 
 
 class OffloadSchedule:

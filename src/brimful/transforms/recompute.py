@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 from brimful.batches import tensors_in
 from brimful.errors import UsageError
-from brimful.held_values import HeldSnapshot, HeldValues
 from brimful.settings import UnitAction
+from brimful.torch_utils.held_values import HeldSnapshot, HeldValues
 from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
 from brimful.transforms.writes import WrittenStorages, storage_of

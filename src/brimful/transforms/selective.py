@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from brimful.batches import map_tensors, tensors_in
-from brimful.dispatch_mode import EagerDispatchMode
 from brimful.settings import UnitAction, op_kind
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode
 from brimful.transforms.input_ops import are_running
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
-from brimful.wrapper_tensors import calls_ops_on_parts
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
+from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 
 
 class WrittenStorages(EagerDispatchMode):

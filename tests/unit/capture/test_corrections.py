@@ -16,9 +16,9 @@ from brimful.devices import Device
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.quantities import MIB
 from brimful.settings import Precision, Settings
 from brimful.trace import Category, Phase, Trace, reduction_kernels
+from brimful.utils.quantities import MIB
 from helpers.captured_jobs import (
     A100,
     CLASSES,

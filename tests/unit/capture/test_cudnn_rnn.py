@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from brimful.capture.corrections.cuda.cudnn_rnn import RnnSizes, reserve_bytes, workspace_bytes
-from brimful.quantities import MIB
 from brimful.settings import Precision
 from brimful.trace import Category, Phase, Trace
+from brimful.utils.quantities import MIB
 from helpers.captured_jobs import A100, capture, job, made_by, ops
 
 # B micro-batch, T sequence, I input size, H hidden size

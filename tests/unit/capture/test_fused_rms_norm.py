@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.memory import predict_memory
-from brimful.quantities import MIB
 from brimful.settings import Precision
 from brimful.trace import Category, Kernel, Trace
 from brimful.trace.extents import Rows, extents_of
+from brimful.utils.quantities import MIB
 from helpers.captured_jobs import A100, CPU, H100, HIDDEN, INPUTS, SAMPLES, capture, job, made_by, ops
 
 FORWARD, BACKWARD = "aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"

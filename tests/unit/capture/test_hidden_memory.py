@@ -14,9 +14,9 @@ from brimful.capture import capture_step
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.profiling import measure_step
-from brimful.quantities import MIB
 from brimful.settings import Precision, Settings
 from brimful.trace import Category, Kernel, Trace
+from brimful.utils.quantities import MIB
 from helpers.captured_jobs import (
     A100,
     CLASSES,

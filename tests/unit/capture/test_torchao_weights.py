@@ -15,10 +15,10 @@ import brimful as bf
 from brimful.distributed.ranks import Ranks
 from brimful.distributed.strategies import data_parallel
 from brimful.execution.setup import build_model
-from brimful.module_names import plain_state
 from brimful.settings import Action, Parallelism, UnitAction
+from brimful.torch_utils.module_names import plain_state
+from brimful.torch_utils.wrapper_tensors import inner_tensors, is_wrapper_tensor
 from brimful.trace import Category
-from brimful.wrapper_tensors import inner_tensors, is_wrapper_tensor
 from helpers.captured_jobs import A100, CPU, capture
 from lora_models import TORCHAO, WEIGHTS, adapted_job, adapted_model
 

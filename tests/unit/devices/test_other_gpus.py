@@ -22,8 +22,8 @@ from brimful.devices.derived import TYPICAL_CLOCK_HERTZ, TYPICAL_CLOCK_SPREAD
 from brimful.devices.device import NCCL_EFFICIENCY
 from brimful.devices.peaks import EITHER_FACTOR, fp32_flops_per_second, tensor_ratios
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import GIB, MIB
 from brimful.settings import Precision
+from brimful.utils.quantities import GIB, MIB
 
 LAPTOP = GpuProperties(
     name="NVIDIA GeForce RTX 4050 Laptop GPU",

@@ -22,8 +22,8 @@ from brimful.devices import (
 )
 from brimful.devices.this_machine import memory_left_bytes
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import GIB, MIB
 from brimful.settings import Precision
+from brimful.utils.quantities import GIB, MIB
 
 NEWEST = (float("inf"), 0.0)
 

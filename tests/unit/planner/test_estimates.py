@@ -17,9 +17,9 @@ from brimful.memory import AllocatorSettings, predict_memory, smallest_surviving
 from brimful.planner import GpuFit
 from brimful.prediction import Verdict, estimate_trace
 from brimful.prediction.estimator import MOST_SAMPLES
-from brimful.quantities import GIB, MIB
 from brimful.settings import Action
 from brimful.trace import Category, Phase
+from brimful.utils.quantities import GIB, MIB
 
 DEVICE = "RTX 3090"
 

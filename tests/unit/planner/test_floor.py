@@ -14,9 +14,9 @@ from brimful.memory import predict_memory
 from brimful.options import PlanOptions
 from brimful.planner import JobTraits, Request, floor, search
 from brimful.planner.floor import Floor, bytes_of_update
-from brimful.quantities import MIB
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace, find_units
+from brimful.utils.quantities import MIB
 from helpers.models import GPT
 from helpers.planned_jobs import FASTEST, language_job
 

@@ -17,8 +17,8 @@ from brimful.devices import find_device
 from brimful.errors import FileFormatError, UnknownNameError, UsageError
 from brimful.planner import GpuSurvey, prices_of
 from brimful.planner.gpus import usual_precision
-from brimful.quantities import MIB
 from brimful.settings import Precision
+from brimful.utils.quantities import MIB
 
 NAMES = ["L4", "A100 80GB SXM", "T4", "GTX 1080 Ti"]
 

@@ -15,7 +15,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.execution.host_optimizer import BUCKET_BYTES
 from brimful.planner import Plan
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 
 WIDTH, LAYERS, VOCABULARY = 2048, 8, 32_000
 PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4

@@ -21,11 +21,11 @@ from brimful.planner import JobTraits, Request, check_trace, search
 from brimful.planner.plan import Plan
 from brimful.planner.problem.splice import Splicer
 from brimful.planner.simplest import SIMPLICITY_FRACTION
-from brimful.quantities import MIB, parse_bytes
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trace import EventKind, Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
 from brimful.trace.units import find_units
+from brimful.utils.quantities import MIB, parse_bytes
 from helpers.planned_jobs import FASTEST, JOBS, SAMPLES, capture, with_action
 
 CPU = find_device("cpu")

@@ -34,7 +34,7 @@ from brimful.profiling.named_device import resolve_device
 from brimful.profiling.probes import Pool, Probe
 from brimful.profiling.rates import link_bytes_per_second, measure_probe
 from brimful.profiling.timing import Duration, Typical, typical, typical_seconds
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 from helpers.calibrated import CALIBRATION
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from brimful.profiling import cuda_context as context
 from brimful.profiling.cache import cache_directory
 from brimful.profiling.calibrate import cache_path, calibrate_cpu
 from brimful.profiling.cuda_context import CACHE_FILE, best_context, kept_context, measure_context
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 from helpers.calibrated import CALIBRATION
 
 GPU = "NVIDIA GeForce RTX 3090"

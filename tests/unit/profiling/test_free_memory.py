@@ -19,7 +19,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.profiling import free_memory
 from brimful.profiling.free_memory import device_memory, has_own_process_numbers
-from brimful.quantities import GIB, MIB
+from brimful.utils.quantities import GIB, MIB
 from helpers.fake_gpu import FakeNvml, put_gpu
 
 GPU = torch.device("cuda")

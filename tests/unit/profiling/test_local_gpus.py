@@ -17,7 +17,7 @@ from brimful.profiling.cuda_context import CudaContext
 from brimful.profiling.gpu_properties import read_properties
 from brimful.profiling.local_device import device_record
 from brimful.profiling.named_device import resolve_device
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 from helpers.calibrated import CALIBRATION
 from helpers.fake_gpu import FakeNvml, put_gpu
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import brimful as bf
-from brimful.display import PrintedResult
 from brimful.report.html import as_html
 from brimful.report.layout import Bar, Gauge, Listing, Remark, Report, Row, Share, Tone, as_text
+from brimful.utils.display import PrintedResult
 
 HOSTILE = '<script>alert("1")</script>&amp;\'$x$'
 MOST_BYTES = 30_000

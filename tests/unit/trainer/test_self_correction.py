@@ -12,10 +12,10 @@ import pytest
 import brimful as bf
 from brimful.planner.plan import BudgetPoint
 from brimful.profiling.timing import WaitsForCores
-from brimful.quantities import format_bytes, format_seconds
 from brimful.report import training_text
 from brimful.results import TrainingResult
 from brimful.trainer.step.self_correction import may_be_faster
+from brimful.utils.quantities import format_bytes, format_seconds
 from helpers.wrong_plans import SAMPLES, gpt_job, too_large, too_small
 
 

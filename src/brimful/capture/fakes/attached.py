@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brimful.capture.fakes.wrapper import Wrapper, view_on_meta
 from brimful.execution.attached import ATTRIBUTES, attached_views, is_of_library, public_attributes
-from brimful.replaced import replaced
-from brimful.wrapper_tensors import is_wrapper_tensor, remade
+from brimful.torch_utils.replaced import replaced
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, wrapper: Wrapper) -> None:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
-from brimful.built_modules import noting_built_modules
 from brimful.capture.fakes.attached import (
     add_attached,
     attach_in_place,
@@ -35,10 +34,11 @@ from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
-from brimful.module_names import check_runs_on_one_device
-from brimful.replaced import replace_attribute, replaced
+from brimful.torch_utils.built_modules import noting_built_modules
+from brimful.torch_utils.module_names import check_runs_on_one_device
+from brimful.torch_utils.replaced import replace_attribute, replaced
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor, remade
 from brimful.trace import Guess
-from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def fake_model(job: Job) -> nn.Module:

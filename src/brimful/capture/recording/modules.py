@@ -23,8 +23,8 @@ from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.capture.recording.facts import shown_path
-from brimful.module_names import plain_namer
-from brimful.replaced import replaced
+from brimful.torch_utils.module_names import plain_namer
+from brimful.torch_utils.replaced import replaced
 from brimful.transforms.input_ops import InputOps, Made
 from brimful.transforms.segments import Call
 

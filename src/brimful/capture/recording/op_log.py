@@ -13,8 +13,8 @@ from brimful.capture.recording.modules import OPTIMIZER, ModuleCalls
 from brimful.capture.recording.op_info import OpInfo
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import OpWork
-from brimful.quantities import MIB
 from brimful.trace import Op, Phase
+from brimful.utils.quantities import MIB
 
 _LOCATED_BYTES = MIB
 """Ops that write less are not looked for in the code: walking the stack takes longer than recording them."""

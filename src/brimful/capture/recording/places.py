@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
 from brimful.capture.recording.ledger import StorageLedger
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category
 from brimful.transforms.chunked_loss import DeferredLogits
 
@@ -53,7 +53,7 @@ _READS_BOTH = frozenset(
 """Ops that take tensors of both places: copies, and indices or lengths on the host."""
 _MAKERS = frozenset(_device_constructors())
 """Functions that make tensors on torch's default device, as torch lists them for `set_default_device`."""
-_BETWEEN = ("brimful.capture.", "brimful.replaced")
+_BETWEEN = ("brimful.capture.", "brimful.torch_utils.replaced")
 """Beginnings of the names of modules between code and a capture: `replaced` adds a frame to a call."""
 _SILENT = ("torch.", "brimful.")
 """Beginnings of the names of modules whose code names no place: it passes on the devices of tensors."""

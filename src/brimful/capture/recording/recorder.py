@@ -35,8 +35,8 @@ from brimful.capture.recording.update import Mark
 from brimful.capture.recording.value_reader import ValueReader
 from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
+from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Op, Phase
-from brimful.wrapper_tensors import calls_ops_on_parts
 
 _DEVICE_OF = torch.ops.prim.device.default
 

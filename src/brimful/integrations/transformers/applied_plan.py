@@ -30,9 +30,9 @@ from brimful.integrations.transformers.trainer_job import (
     precision_of,
 )
 from brimful.planner import Plan
-from brimful.quantities import format_bytes, format_seconds
-from brimful.replaced import replace_attribute
 from brimful.results import Recovery
+from brimful.torch_utils.replaced import replace_attribute
+from brimful.utils.quantities import format_bytes, format_seconds
 
 _WARM_STEPS = 2
 """Steps that are not timed: the allocator and libraries set themselves up in them."""

@@ -18,10 +18,10 @@ from brimful.batches import tensors_in
 from brimful.capture.fakes.model import build_fake_model, fakes_behave
 from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError
-from brimful.held_values import HeldValues
 from brimful.job import Job
-from brimful.quantities import format_bytes
+from brimful.torch_utils.held_values import HeldValues
 from brimful.trace import Guess
+from brimful.utils.quantities import format_bytes
 
 _FLOAT32_BYTES = 4
 _NOTE = (

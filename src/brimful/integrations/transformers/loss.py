@@ -28,7 +28,7 @@ from brimful.errors import BatchError
 from brimful.integrations.transformers.modules import model_of
 from brimful.integrations.transformers.sharding import shards
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.replaced import replace_attribute
+from brimful.torch_utils.replaced import replace_attribute
 
 IGNORED_LABEL = -100
 """Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""

@@ -31,8 +31,8 @@ from brimful.integrations.transformers.loss import (
     shares_of_loss,
 )
 from brimful.integrations.transformers.modules import TrainerState
-from brimful.replaced import replace_attribute
 from brimful.results import Recovery
+from brimful.torch_utils.replaced import replace_attribute
 
 
 class TrainerRecovery:

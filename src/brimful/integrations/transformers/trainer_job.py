@@ -35,8 +35,8 @@ from brimful.integrations.transformers.loss import (
 from brimful.integrations.transformers.modules import StandIns, model_of, trained_module
 from brimful.integrations.transformers.sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
-from brimful.replaced import replaced
 from brimful.settings import Settings
+from brimful.torch_utils.replaced import replaced
 from brimful.trace import Trace
 
 

@@ -14,8 +14,8 @@ from brimful.planner.plan import Alternative, BudgetPoint
 from brimful.planner.request import Request
 from brimful.planner.solutions import uniform_actions
 from brimful.prediction.estimate import Estimate
-from brimful.quantities import GIB
 from brimful.settings import Action, Settings
+from brimful.utils.quantities import GIB
 
 CURVE_POINTS = 12
 """Budgets, besides its own, whose step time a plan shows."""

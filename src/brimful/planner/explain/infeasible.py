@@ -14,10 +14,10 @@ from brimful.planner.floor import Floor
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
-from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import Action, Precision, Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
+from brimful.utils.quantities import format_bytes, parse_bytes
 
 
 def nothing_fits(

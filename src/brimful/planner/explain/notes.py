@@ -18,9 +18,9 @@ from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
 from brimful.prediction.untrained import untrained_notes
-from brimful.quantities import format_bytes, format_seconds
 from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
+from brimful.utils.quantities import format_bytes, format_seconds
 
 MEAN_OVER_SAMPLES_NOTE = (
     "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "

@@ -23,9 +23,9 @@ from brimful.memory import rounding_bytes_of
 from brimful.planner.problem.savable_ops import unit_calls
 from brimful.planner.problem.steady_step import SteadyStep
 from brimful.planner.solvers.segments import SegmentProblem
-from brimful.quantities import round_up
 from brimful.settings import Action, UnitAction, has_input_ops
 from brimful.trace import EventKind, Phase, Trace, unit_of_each_op
+from brimful.utils.quantities import round_up
 
 
 def build_segment_problem(

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from brimful.memory import rounding_bytes_of
-from brimful.quantities import round_up
 from brimful.settings import has_input_ops, module_part, op_kind
 from brimful.trace import EventKind, Op, Phase, Trace, unit_of_each_op
+from brimful.utils.quantities import round_up
 
 MOST_SETS = 10
 """Sets of saved ops tried for a unit; with more ops, several are added at once."""

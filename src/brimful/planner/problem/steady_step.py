@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from brimful.cost import RecomputePrices
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.quantities import round_up
 from brimful.trace import EventKind, Phase, Trace, unit_of_each_op
+from brimful.utils.quantities import round_up
 
 FORWARD_ENDS, BACKWARD_BEGINS = 0, 1
 """The two moments at which captures are compared. Between them autocast drops its cast weights, which every

@@ -11,9 +11,9 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from brimful.display import make_console
-from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.results import Recovery, StepRecord, ValidationRecord
+from brimful.utils.display import make_console
+from brimful.utils.quantities import format_bytes, format_rates, format_seconds
 
 SECONDS_BETWEEN_LINES = 10.0
 _RECENT_STEPS = 20

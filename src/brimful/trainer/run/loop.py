@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from brimful.batches import layout_of
-from brimful.display import write_from_signal
 from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.precision import matmul_precision
@@ -30,6 +29,7 @@ from brimful.trainer.run.validation import Validator
 from brimful.trainer.setup import RunContext, make_logger, make_runner
 from brimful.trainer.step.memory import MemoryMeter
 from brimful.trainer.step.self_correction import SelfCorrecting
+from brimful.utils.display import write_from_signal
 
 _COPIES_NOTE = (
     "the run is too short for a steady step to be measured: in this one, as in the first two of every launch, "

@@ -12,8 +12,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from brimful.errors import InfeasibleError, ResumeError
 from brimful.execution.out_of_memory import with_room
 from brimful.planner import Plan
-from brimful.quantities import format_bytes
-from brimful.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
+from brimful.utils.quantities import format_bytes
 
 
 class MovingAverage:

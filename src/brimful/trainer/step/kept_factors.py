@@ -8,12 +8,12 @@ from brimful.execution.attached import parameter_count
 from brimful.planner import Plan
 from brimful.profiling import device_record
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
-from brimful.quantities import format_bytes, format_seconds
 from brimful.results import JobCalibration, SelfCorrection
 from brimful.results.measurement import busy_text
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
+from brimful.utils.quantities import format_bytes, format_seconds
 
 
 def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection) -> str | None:

@@ -13,7 +13,7 @@ from brimful.errors import NonFiniteError
 from brimful.execution.out_of_memory import with_room
 from brimful.results import StepRecord
 from brimful.settings import Precision, Settings
-from brimful.wrapper_tensors import inner_tensors
+from brimful.torch_utils.wrapper_tensors import inner_tensors
 
 
 class NotFiniteStep(Exception):  # noqa: N818 - the trainer turns it into an error

@@ -32,7 +32,7 @@ from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, OutOfMemoryError, ResumeError
 from brimful.execution.attached import is_quantization_metadata, load_state
 from brimful.execution.out_of_memory import with_room
-from brimful.module_names import plain_state, wrapped_state
+from brimful.torch_utils.module_names import plain_state, wrapped_state
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.shards import SHARDS, check_alike, check_names, load_model, load_optimizer_state
 from brimful.trainer.storage.weights import read_tensors, read_tied

@@ -38,11 +38,11 @@ from torch import nn
 
 from brimful.errors import ResumeError, RunDirectoryError, SaveError
 from brimful.execution.out_of_memory import with_room
-from brimful.files import bring_to_disk, free_bytes, fresh
-from brimful.module_names import plain_state
-from brimful.quantities import format_bytes
+from brimful.torch_utils.module_names import plain_state
 from brimful.trainer.storage.restore import PARTIAL, SAVES, find_saves
 from brimful.trainer.storage.weights import AVERAGE, BEST, TIED, WEIGHTS, distinct_tensors, write_tensors
+from brimful.utils.files import bring_to_disk, free_bytes, fresh
+from brimful.utils.quantities import format_bytes
 
 PLAN = "plan.json"
 SETTINGS = "settings.json"

@@ -34,9 +34,7 @@ from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import free_frames, with_room
 from brimful.execution.signals import HeldSignals
-from brimful.files import bring_to_disk, free_bytes, fresh
-from brimful.module_names import plain_namer
-from brimful.quantities import format_bytes
+from brimful.torch_utils.module_names import plain_namer
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.restore import (
     FROZEN,
@@ -55,6 +53,8 @@ from brimful.trainer.storage.restore import (
 from brimful.trainer.storage.run_directory import unused
 from brimful.trainer.storage.shards import SHARDS, divided_of_model, divided_of_optimizer, own_shards
 from brimful.trainer.storage.weights import TIED, distinct_tensors, write_or_link, write_tensors
+from brimful.utils.files import bring_to_disk, free_bytes, fresh
+from brimful.utils.quantities import format_bytes
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.errors import ResumeError
-from brimful.module_names import plain_namer, plain_state, wrapped_state
+from brimful.torch_utils.module_names import plain_namer, plain_state, wrapped_state
 from brimful.trainer.storage.weights import read_tied
 
 SHARDS = "shards"

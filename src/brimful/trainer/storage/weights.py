@@ -20,7 +20,7 @@ from brimful.codec import decode_json
 from brimful.errors import FileFormatError, UsageError
 from brimful.execution.attached import load_state
 from brimful.execution.out_of_memory import out_of_memory
-from brimful.module_names import wrapped_state
+from brimful.torch_utils.module_names import wrapped_state
 
 WEIGHTS = "weights.safetensors"
 """The latest weights in a run directory."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.recording.places import Place
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 
 class HostArrays(Rule):

@@ -11,9 +11,9 @@ from torch.nn.functional import linear
 
 from brimful.capture.corrections.rule import Rule
 from brimful.devices import Device
-from brimful.replaced import replaced
 from brimful.settings import Settings
-from brimful.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.replaced import replaced
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
 from brimful.models import predicted_layers
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 _LARGEST_FUSED_ROWS = 1536
 _ALWAYS_FUSED_ROWS = 4

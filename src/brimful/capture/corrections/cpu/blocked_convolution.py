@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
 from brimful.capture.corrections.rule import Rule
-from brimful.quantities import round_up
+from brimful.utils.quantities import round_up
 
 # N samples, C channels, spatial sizes after them; a weight is (C_out, C_in / groups, kernel sizes), that of a
 # transposed convolution (C_in, C_out / groups, kernel sizes). x is the input of forward, y its output.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.quantities import round_up
+from brimful.utils.quantities import round_up
 
 # B micro-batch, T sequence, I input size, H hidden size
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 
 class RandomState(Rule):

@@ -15,7 +15,7 @@ from torch import Tensor
 from brimful.capture.corrections.cuda.attention_choice import AttentionBackend, AttentionCall, choose_backend
 from brimful.capture.corrections.cuda.versions import torch_version
 from brimful.capture.corrections.rule import Rule
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 # B batch, H heads, M query length, N key length, D head size.
 

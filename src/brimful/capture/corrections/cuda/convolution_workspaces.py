@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from brimful.quantities import round_up
 from brimful.trace import Kernel
+from brimful.utils.quantities import round_up
 
 _ALIGNMENT_BYTES = 16
 """Bytes beside copies, whatever their size; likely so that their address can be a multiple of it."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.recording.lines import is_users_own
-from brimful.replaced import replaced
 from brimful.settings import Precision
+from brimful.torch_utils.replaced import replaced
 
 
 class CudaCalls(Rule):

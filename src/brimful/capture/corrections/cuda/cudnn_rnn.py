@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 
 # B micro-batch, T sequence, I input size, H hidden size, L layers, D directions, e bytes of an element
 

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.fakes.outside import is_real
 from brimful.capture.recording.places import Place
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category
 
 

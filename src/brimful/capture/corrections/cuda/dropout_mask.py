@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 _DROPOUT = F.dropout
 

@@ -11,7 +11,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
 from brimful.capture.corrections.rule import Rule
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 _NAME = "_get_foreach_kernels_supported_devices"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 _KERNELS = "trl.kernels.chunked_logprob"
 _HEAD = "trl.trainer.utils"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.quantities import MIB
+from brimful.utils.quantities import MIB
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from brimful.display import make_console
+from brimful.utils.display import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console

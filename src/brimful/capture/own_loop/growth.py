@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brimful.capture.recording.recorder import Recorder
-from brimful.quantities import format_bytes
+from brimful.utils.quantities import format_bytes
 
 _LEAST_FRACTION = 1 / 1000
 """Growth by a smaller fraction of the memory held is not reported: a list of numbers for a plot, say."""

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from brimful.one_at_a_time import one_at_a_time
+from brimful.utils.one_at_a_time import one_at_a_time
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
 
 _TRAINERS = ("pytorch_lightning", "accelerate", "peft", "trl", "datasets", "wandb", "deepspeed")
 _OF_LIBRARIES = frozenset(

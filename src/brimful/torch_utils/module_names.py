@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from brimful.errors import UsageError
-from brimful.wrapper_tensors import with_inner_tensors
+from brimful.torch_utils.wrapper_tensors import with_inner_tensors
 
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _INNER = {

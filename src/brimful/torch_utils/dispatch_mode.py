@@ -61,7 +61,7 @@ class EagerDispatchMode(TorchDispatchMode):
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             self._stack.enter_context(compiled_code_runs_eagerly())
         try:
-            super().__enter__()  # type: ignore[no-untyped-call]
+            super().__enter__()
         except BaseException:
             self._stack.close()
             raise
@@ -75,7 +75,7 @@ class EagerDispatchMode(TorchDispatchMode):
     ) -> None:
         """End the mode."""
         try:
-            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+            super().__exit__(kind, error, traceback)
         finally:
             self._stack.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from brimful.replaced import replaced
+from brimful.torch_utils.replaced import replaced
 
 _FRAMES = 4
 """Frames between a module's `__setstate__` and `copy.copy`, with those of `replaced`."""
@@ -39,7 +39,7 @@ def noting_built_modules(*, with_tensors: bool = False) -> Iterator[Callable[[nn
     def note_state(module: nn.Module, state: dict[str, Any]) -> None:
         if not _is_in_shallow_copy():
             built[id(module)] = module
-        set_state(module, state)  # type: ignore[no-untyped-call]
+        set_state(module, state)
 
     def is_built(model: nn.Module) -> bool:
         tensors = chain(model.parameters(), model.buffers())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from brimful.one_at_a_time import one_at_a_time
+from brimful.utils.one_at_a_time import one_at_a_time
 
 
 def replace_attribute(owner: Any, name: str, stand_in: Any) -> Callable[[], None]:

@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
 
 from brimful.batches import named_tensors
 from brimful.capture.captured_step import StepObservers
-from brimful.capture.closures import ClosureSteps
 from brimful.capture.corrections.functions import CorrectedFunctions
-from brimful.capture.growth import Growth
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
+from brimful.capture.own_loop.closures import ClosureSteps
+from brimful.capture.own_loop.growth import Growth
 from brimful.errors import CaptureError
 from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job

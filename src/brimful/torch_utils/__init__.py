@@ -1,0 +1,1 @@
+"""Helpers for torch: dispatch modes, names of modules, replaced attributes, what a model holds."""

@@ -1,0 +1,1 @@
+"""Helpers without torch: units, files, the terminal, docstrings of fields, garbage collection, one lock."""
