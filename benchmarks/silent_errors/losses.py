@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import tempfile
 import warnings
 from collections import deque
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -499,6 +501,33 @@ class RemembersByData(nn.Module):
         return F.gelu(self.linear(x))
 
 
+class Draws(nn.Module):
+    """A layer that draws from a generator of its own, or counts in an array."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.held, self.draw = {
+            "torch's generator": lambda: (
+                torch.Generator().manual_seed(1),
+                lambda g: torch.rand((), generator=g),
+            ),
+            "Python's generator": lambda: (random.Random(1), lambda g: g.random()),
+            "NumPy's generator": lambda: (np.random.default_rng(1), lambda g: g.random()),
+            "NumPy's old generator": lambda: (np.random.RandomState(1), lambda g: g.rand()),
+            "an array": lambda: (np.zeros(1), _count_in),
+        }[kind]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(F.gelu(x * (0.5 + float(self.draw(self.held))))))
+
+
+def _count_in(array: np.ndarray) -> float:
+    array += 0.3
+    return float(array[0]) % 1
+
+
+DRAWN = ("torch's generator", "Python's generator", "NumPy's generator", "NumPy's old generator", "an array")
 BY_DATA = ("a codebook", "another codebook", "a part of a codebook", "a held teacher", "a frozen teacher")
 
 
@@ -688,6 +717,7 @@ CASES = (
         Case(STATE, f"recomputed, through .data: {kind}", partial(recomputed, kind, RemembersByData))
         for kind in BY_DATA
     ),
+    *(Case(STATE, f"recomputed: {kind}", partial(recomputed, kind, Draws)) for kind in DRAWN),
     *(case(MEAN, name, make) for name, make in MEANS.items()),
     *(case(MEAN, name, make, is_control=True) for name, make in PLAIN_MEANS.items()),
     *(case(ZERO, name, make) for name, make in ZEROS.items()),

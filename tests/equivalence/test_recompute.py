@@ -9,6 +9,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +175,34 @@ class WritesToView(HasCodebook):
         return torch.tanh(y)
 
 
+class Draws(nn.Module):
+    """Multiplies by what a generator of its own draws, or by what an array of its own has."""
+
+    def __init__(self, held: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer, self.held, self.draw = nn.Linear(WIDTH, WIDTH), held, draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(x * (0.5 + self.draw(self.held)))))
+
+
+def next_of_array(array: Any) -> float:
+    array += 0.1
+    return float(array.sum()) % 1
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "torch": lambda: Draws(
+        torch.Generator().manual_seed(1), lambda held: float(torch.rand((), generator=held))
+    ),
+    "python": lambda: Draws(random.Random(1), lambda held: held.random()),
+    "numpy": lambda: Draws(np.random.default_rng(1), lambda held: held.random()),
+    "numpy, old": lambda: Draws(np.random.RandomState(1), lambda held: held.rand()),
+    "an array": lambda: Draws(np.zeros(4), next_of_array),
+    "in a list": lambda: Draws([{"rng": random.Random(1)}], lambda held: held[0]["rng"].random()),
+}
+
+
 class HasTeacher(nn.Module):
     """A moving average that has the values of what it follows until the first update; `hold` sets it."""
 
@@ -253,6 +282,18 @@ def test_what_a_forward_writes_through_data_is_written_once(unit: str, units: Se
     for name, value in vars(model.unit).items():
         if isinstance(value, Tensor):
             assert torch.equal(value, getattr(other.unit, name))
+
+
+@pytest.mark.parametrize(
+    "units", [recomputing("unit"), nesting(("first", "unit"))], ids=["recomputed", "nested"]
+)
+@pytest.mark.parametrize("kind", DRAWING)
+def test_a_generator_or_an_array_of_a_unit_is_restored_for_a_recomputation(kind: str, units: Settings) -> None:
+    model, other = (Between(DRAWING[kind]()) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    apply_units(other, units)
+    batches = vectors()
+    assert_identical(train(model, batches), train(other, batches))
 
 
 def test_a_unit_that_writes_to_its_frozen_base_through_data_is_refused() -> None:

@@ -149,10 +149,8 @@ def first_of_update(ops: list[str]) -> int:
     return ops.index("profiler._record_function_enter_new.default")
 
 
-def end_of_update(ops: list[str]) -> int:
-    """Where `zero_grad` begins, which the profiler is told of; what changes is found after it."""
-    return len(ops) - 1 - ops[::-1].index("profiler._record_function_enter_new.default")
-
+AFTER_UPDATE = 2
+"""Ops after it: the profiler is told of `zero_grad`."""
 
 ERRORS: tuple[Callable[[str], BaseException], ...] = (out_of_memory, RuntimeError, KeyboardInterrupt)
 
@@ -217,7 +215,7 @@ def test_an_error_at_any_op_of_the_first_updates_leaves_everything_as_it_was(nam
     begin = partial(begun, PLAIN, name, steps=step)
     ops, expected = undisturbed(begin, step)
     run = begin()
-    for op in range(first_of_update(ops), end_of_update(ops)):
+    for op in range(first_of_update(ops), len(ops) - AFTER_UPDATE):
         assert_as_before(run, step, op, ERRORS[1 + op % 2])
     assert after_two_steps(run, step) == expected
 
@@ -518,6 +516,33 @@ def test_what_a_forward_writes_through_data_is_as_before(
     number: int, holds: Callable[[Tensor], Tensor], codes: bool
 ) -> None:
     begin = partial(begun, make_model=partial(WritesThroughData, codes=codes, holds=holds), steps=number)
+    ops, expected = undisturbed(begin, number)
+    run = begin()
+    for op in range(0, first_of_update(ops), 3):
+        assert_as_before(run, number, op, RuntimeError)
+    assert after_two_steps(run, number) == expected
+
+
+class HasGenerators(nn.Module):
+    """Draws from generators of its own, and keeps an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python, self.of_numpy = random.Random(1), np.random.default_rng(1)
+        self.codes = np.zeros(WIDTH, dtype=np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = torch.rand(WIDTH, generator=self.of_torch) + self.of_python.random() + self.of_numpy.random()
+        x = x * drawn.float() + torch.from_numpy(self.codes.copy())
+        self.codes += x.detach().mean(0).numpy()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("number", [0, 1, STEADY])
+def test_generators_and_arrays_of_a_model_are_as_before(number: int) -> None:
+    begin = partial(begun, make_model=HasGenerators, steps=number)
     ops, expected = undisturbed(begin, number)
     run = begin()
     for op in range(0, first_of_update(ops), 3):

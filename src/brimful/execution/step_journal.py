@@ -177,11 +177,11 @@ class StepJournal:
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
         def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             loss = None
-            if closure is None:
-                update(partial(own, **options))
-            elif self._runs_closures:
-                with torch.enable_grad():
-                    loss = closure()
+            if closure is None or self._runs_closures:
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                with_room(self._buffers.end_of_forward, during="buffers are compared before an update")
                 update(partial(own, **options))
             else:  # it may run the closure several times, or at other parameters
                 with self._within():

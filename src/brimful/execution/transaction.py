@@ -107,6 +107,7 @@ class StepTransaction:
             return result
 
     def _before_update(self, _loss: Tensor, _gradient_norm: Tensor) -> bool:
+        self._buffers.end_of_forward()
         if self._parameters is not None:
             self._parameters.end_of_forward()
         self._hold_signals()

@@ -1,8 +1,9 @@
-"""What a model and its loss hold from one forward to the next: tensors and numbers, each by its name.
+"""What a model and its loss hold from one forward to the next: tensors, numbers, states, each by its name.
 
 Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and
-the closures and global names of functions. Objects and functions of libraries are taken to hold nothing. So are
-torch's modes, in which torch notes how they were entered.
+the closures and global names of functions. States are those of generators of random numbers and of NumPy's
+arrays. Other objects and functions of libraries are taken to hold nothing. So are torch's modes, in which torch
+notes how they were entered, and iterators, whose place cannot be read.
 
 What torch's hooks for weight normalisation, spectral normalisation and pruning set before each forward is not
 held: it follows from parameters and buffers. The weights of the step before would stay in memory beside the
@@ -14,14 +15,18 @@ Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and 
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
@@ -45,6 +50,8 @@ _MOST_ENTRIES = 4096
 """Longer lists are data, such as a vocabulary; nothing in them is looked at. A choice."""
 _MOST_IN_ALL = 2**15
 """Entries of all lists of one walk; nested rows of data have more. A choice."""
+_MOST_NUMBERS = 2**20
+"""Of all arrays of one walk; more are data, and not looked at. A choice."""
 
 
 class HeldValues:
@@ -59,13 +66,15 @@ class HeldValues:
         """Tensors and numbers."""
         self.puts: dict[str, Callable[[Any], object]] = {}
         """Functions that put another value in the place of a name, where there is one."""
+        self._states: dict[str, tuple[_State, Any]] = {}
+        """Generators and arrays, with their states."""
         self._containers: list[tuple[Any, Any]] = []
         """Dicts, lists and sets, and closures' cells, with copies of what is in them."""
         self._long_lists: list[tuple[list[Any], int]] = []
         """Lists that are not looked at, with their lengths: what is appended to them is removed again."""
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._seen: set[int] = set()
-        self._left = _MOST_IN_ALL
+        self._left, self._left_numbers = _MOST_IN_ALL, _MOST_NUMBERS
         for path, module in model.named_modules():
             self._add_module(path, module)
         for name, other in (others or {}).items():
@@ -73,6 +82,8 @@ class HeldValues:
 
     def restore(self) -> None:
         """Hold again what was held when this was made; tensors keep the numbers that were written to them."""
+        for state, before in self._states.values():
+            state.write(before)
         for container, content in self._containers:
             if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
                 for key in container.keys() - content.keys():
@@ -94,6 +105,10 @@ class HeldValues:
             names[name] = value
         for entries, length in self._long_lists:
             del entries[length:]
+
+    def changed_states(self) -> set[str]:
+        """Names of generators that have drawn, and of arrays that were written to, since this was made."""
+        return {name for name, (state, before) in self._states.items() if _differ(state.read(), before)}
 
     def outside_of(self, model: nn.Module) -> HeldValues:
         """What is held beside a model's own modules, such as by closures of hooks, which its copies share."""
@@ -135,6 +150,11 @@ class HeldValues:
                 self._add_module(_joined(name, path), module)
         elif isinstance(value, TorchDispatchMode | TorchFunctionMode):
             return
+        elif (state := _state_of(value)) is not None:
+            self._seen.add(id(value))
+            self._left_numbers -= getattr(value, "size", 0)
+            if self._left_numbers >= 0:
+                self._states[name] = state, state.read()
         elif isinstance(value, set):
             if len(value) <= _MOST_ENTRIES:
                 self._seen.add(id(value))
@@ -182,6 +202,38 @@ class HeldValues:
             if variable in (names := function.__globals__):
                 self._globals.append((names, variable, names[variable]))
                 self._add(_joined(name, variable), names[variable], partial(operator.setitem, names, variable))
+
+
+class _State(NamedTuple):
+    """How the state of an object is read and written."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def _state_of(value: Any) -> _State | None:
+    """The state of a generator of random numbers or of an array; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return _State(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return _State(value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState):
+        return _State(value.get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        return _State(lambda: value.bit_generator.state, partial(setattr, value.bit_generator, "state"))
+    if type(value) is np.ndarray and value.flags.writeable and not value.dtype.hasobject:
+        return _State(value.copy, partial(value.__setitem__, ...))
+    return None
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return _as_bytes(one) != _as_bytes(other)
+
+
+def _as_bytes(state: Any) -> bytes:
+    if isinstance(state, Tensor):  # not by an op, which a capture would run on a fake
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return pickle.dumps(state)
 
 
 def _set_by_hooks(module: nn.Module) -> Iterator[str]:
@@ -249,6 +301,7 @@ class HeldSnapshot:
         changed = {
             name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)
         }
+        changed |= self._held.changed_states()
         unmarked = {name: copy for name, copy in self._copies.items() if by_values and name not in changed}
         values = self._held.values
         return changed | {name for name, copy in unmarked.items() if not have_same_values(values[name], copy)}

@@ -8,7 +8,7 @@ This uses non-reentrant `torch.utils.checkpoint`, and corrects the following:
 * Attributes that the forward changes (counts, lists, tensors) would change a second time too. Their values from
   before the forward are restored during the recomputation.
 * `checkpoint` restores torch's random state only. Here the states of Python's `random` and NumPy's global
-  generator are restored too; a generator object of the model's own is not known and not restored.
+  generator are restored too, and those of generators and arrays that modules hold.
 * `checkpoint` restores the random state only of devices on which it finds a tensor among the positional
   arguments (checked: torch 2.13). Arguments given by keyword are therefore passed to it by position.
 * `torch.compile` traces `checkpoint` into its graphs, but not the contexts used here. So a unit that is

@@ -107,7 +107,9 @@ class Validator:
         with_room(self._buffers.take, during="buffers are copied before the validation")
         record = None
         try:
-            record = run()
+            found = run()
+            self._buffers.end_of_forward()
+            record = found
         finally:
             if record is None:
                 self._buffers.restore()
