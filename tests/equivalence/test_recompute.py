@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from brimful.capture import capture_step
 from brimful.devices import find_device
@@ -25,6 +26,7 @@ from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_units
+from helpers.faults import OutOfMemoryAt
 from helpers.models import GPT, Block, ResNet, UNet, double_convolution, vgg
 from helpers.trained_alike import (
     WIDTH,
@@ -294,6 +296,17 @@ def test_a_generator_or_an_array_of_a_unit_is_restored_for_a_recomputation(kind:
     apply_units(other, units)
     batches = vectors()
     assert_identical(train(model, batches), train(other, batches))
+
+
+@pytest.mark.parametrize("failing", ["aten.clone.default", "aten.native_batch_norm.default"])
+def test_no_mode_stays_in_force_where_memory_runs_out_in_a_unit(failing: str) -> None:
+    model = Between(nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    apply_units(model, recomputing("unit"))
+    fault = OutOfMemoryAt(fails=lambda name, _args: name == failing)
+    with pytest.raises(torch.OutOfMemoryError) as kept, fault:  # the error keeps the frames, and what they hold
+        mean_square(model, vectors()[0])
+    assert kept.value.__traceback__ is not None
+    assert _len_torch_dispatch_stack() == 0
 
 
 def test_a_unit_that_writes_to_its_frozen_base_through_data_is_refused() -> None:

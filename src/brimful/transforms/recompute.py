@@ -177,9 +177,10 @@ class _All(AbstractContextManager[None]):
         self._contexts = contexts
 
     def __enter__(self) -> None:
-        self._stack = ExitStack()
-        for context in self._contexts:
-            self._stack.enter_context(context)
+        with ExitStack() as stack:  # leaves those that were entered where a later one raises
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
