@@ -100,7 +100,7 @@ class BufferSnapshot:
             delattr(module, name)
         for kept in self._kept:
             module, name = kept.place
-            if kept.buffer is not None and kept.values is not None and kept.differs():
+            if kept.buffer is not None and kept.values is not None and (kept.is_written() or kept.differs()):
                 with torch.no_grad():
                     kept.buffer.copy_(kept.values)
             if kept.values is not None or kept.has_changed():

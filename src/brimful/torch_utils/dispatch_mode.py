@@ -25,6 +25,8 @@ aten = torch.ops.aten
 
 _WRITE_UNSAID: dict[Any, tuple[int, ...]] = {aten.native_batch_norm.default: (3, 4)}
 """Positions of arguments that an op writes to, its running statistics, though its schema does not say so."""
+_TRAINS = 5
+"""Position of `training` in `native_batch_norm`: in evaluation mode it writes nothing."""
 
 
 class _Eager:
@@ -83,6 +85,8 @@ class EagerDispatchMode(TorchDispatchMode):
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an op writes to."""
     positions, names = _writes(func)
+    if func in _WRITE_UNSAID and not args[_TRAINS]:
+        return
     for written in (*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names)):
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, Tensor):

@@ -66,7 +66,7 @@ class HeldValues:
         """Tensors and numbers."""
         self.puts: dict[str, Callable[[Any], object]] = {}
         """Functions that put another value in the place of a name, where there is one."""
-        self._states: dict[str, tuple[_State, Any]] = {}
+        self._states: list[tuple[str, _State, Any]] = []
         """Generators and arrays, with their states."""
         self._containers: list[tuple[Any, Any]] = []
         """Dicts, lists and sets, and closures' cells, with copies of what is in them."""
@@ -82,7 +82,7 @@ class HeldValues:
 
     def restore(self) -> None:
         """Hold again what was held when this was made; tensors keep the numbers that were written to them."""
-        for state, before in self._states.values():
+        for _name, state, before in self._states:
             state.write(before)
         for container, content in self._containers:
             if isinstance(container, dict):  # a class may refuse its own methods, as diffusers' FrozenDict
@@ -108,7 +108,7 @@ class HeldValues:
 
     def changed_states(self) -> set[str]:
         """Names of generators that have drawn, and of arrays that were written to, since this was made."""
-        return {name for name, (state, before) in self._states.items() if _differ(state.read(), before)}
+        return {name for name, state, before in self._states if _differ(state.read(), before)}
 
     def outside_of(self, model: nn.Module) -> HeldValues:
         """What is held beside a model's own modules, such as by closures of hooks, which its copies share."""
@@ -152,9 +152,10 @@ class HeldValues:
             return
         elif (state := _state_of(value)) is not None:
             self._seen.add(id(value))
-            self._left_numbers -= getattr(value, "size", 0)
-            if self._left_numbers >= 0:
-                self._states[name] = state, state.read()
+            count = value.size if isinstance(value, np.ndarray) else 0
+            if count <= self._left_numbers:
+                self._left_numbers -= count
+                self._states.append((name, state, state.read()))
         elif isinstance(value, set):
             if len(value) <= _MOST_ENTRIES:
                 self._seen.add(id(value))
@@ -215,7 +216,7 @@ def _state_of(value: Any) -> _State | None:
     """The state of a generator of random numbers or of an array; None for anything else."""
     if isinstance(value, torch.Generator):
         return _State(value.get_state, value.set_state)
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return _State(value.getstate, value.setstate)
     if isinstance(value, np.random.RandomState):
         return _State(value.get_state, value.set_state)
@@ -335,8 +336,15 @@ class HeldSnapshot:
 
 
 def have_same_values(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a tensor has the values of a copy, which may be on another device; NaN differs from NaN."""
-    return torch.equal(tensor.detach().to(copy.device), copy)
+    """Whether a plain tensor has the bytes of a copy, which may be on another device.
+
+    Of other tensors, such as sparse or sharded ones, only a new version shows a write: True for them.
+    """
+    kinds = (Tensor, nn.Parameter, nn.Buffer)
+    if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_quantized:
+        return True
+    now = tensor.detach().to(copy.device).contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(now, copy.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
 def is_mostly_frozen(model: nn.Module) -> bool:
