@@ -734,3 +734,12 @@ def test_any_choice_of_units_of_a_mixed_model(seed: int) -> None:
     chosen = [name for name in names if torch.rand((), generator=generator) < 0.5]
     units = tuple(chosen) or ("in_place",)
     assert_trains_identically(model, units, images(samples=6))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_first_forward_and_its_recomputation_run_compiled_code_alike() -> None:
+    inner = torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), backend="aot_eager")
+    model = Between(nn.Sequential(inner, nn.Tanh()))
+    apply_units(model, recomputing("unit"))
+    for batch in vectors():
+        mean_square(model, batch).backward()

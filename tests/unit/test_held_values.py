@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,34 @@ def test_what_a_forward_changes_is_held_again() -> None:
     assert (model.queue.seen, list(model.queue.entries), model.history) == (0, [], {"losses": [1.0]})
     assert (model.counted(), model.widths) == (0, {1})
     assert not hasattr(model, "last")
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.strided], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_buffers_of_every_layout_are_watched_and_restored(layout: torch.layout) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer(
+        "held", torch.eye(2) if layout is torch.strided else torch.eye(2).to_sparse(layout=layout)
+    )
+    steps = BufferSnapshot(model)
+    for end in (steps.release, steps.restore, steps.release, steps.release):
+        steps.take()
+        steps.end_of_forward()
+        end()
+
+
+def test_every_generator_is_restored() -> None:
+    """Also where two have one name, behind an array too large to look at, and beside one without a state."""
+    model, generators = nn.Linear(2, 2), [random.Random(seed) for seed in range(3)]
+    model.table, model.system, model.own = np.zeros(2**21), random.SystemRandom(), generators[0]
+    for each in generators[1:]:
+        model.register_forward_pre_hook(lambda *_, each=each: each.random() and None)
+    held = HeldValues(model)
+    before = [each.getstate() for each in generators]
+    model.own.random()
+    model(torch.zeros(1, 2))
+    held.restore()
+    assert [each.getstate() for each in generators] == before
 
 
 def test_state_that_torch_keeps_in_objects_of_users_is_left_alone() -> None:

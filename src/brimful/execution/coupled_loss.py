@@ -13,7 +13,8 @@ from dL/de. The result is that of the whole batch at once, for one forward more.
 Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
 (2021), arXiv:2101.06983.
 
-Private torch API used here: `Module._buffers` (checked: torch 2.13).
+Private torch API used here: `Tensor._version`, `Module._buffers`, and `_NormBase`, the class of all layers with
+running statistics (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.batches import BatchLayout, layout_of, map_leaves, map_tensors, named_tensors
 from brimful.errors import LossError, UsageError
@@ -262,7 +264,7 @@ class _Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
-            (module, name, buffer, buffer.detach().clone())
+            (module, name, buffer, buffer._version, buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -271,8 +273,9 @@ class _Buffers:
     def restore(self) -> None:
         """Restore the buffers, and the values of those that changed."""
         with torch.no_grad():
-            for module, name, buffer, values in self._kept:
-                if not have_same_values(buffer, values):  # what backward reads must not be written to
+            for module, name, buffer, version, values in self._kept:
+                is_written = buffer._version != version or isinstance(module, _NormBase)
+                if is_written or not have_same_values(buffer, values):  # what backward reads stays as it is
                     buffer.copy_(values)
                 module._buffers[name] = buffer
 

@@ -21,6 +21,7 @@ importing the compiler until the first call (checked: torch 2.13).
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from brimful.batches import tensors_in
 from brimful.errors import UsageError
 from brimful.settings import UnitAction
+from brimful.torch_utils.dispatch_mode import compiled_code_runs_eagerly
 from brimful.torch_utils.held_values import HeldSnapshot, HeldValues
 from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
@@ -164,6 +166,8 @@ class RecomputedRegion:
         """The context of the forward and that of its recomputation."""
         random_state = _HostRandomState()
         contexts = [*others, (random_state.watched(), random_state), *self._state()]
+        if self._attributes.is_watching() or self._buffers.is_watching():
+            contexts.append((nullcontext(), _Eagerly()))  # as the forward, under a dispatch mode
         if self._saved:
             contexts.append(self._saved.contexts())
         forwards, recomputations = zip(*contexts, strict=True)
@@ -184,6 +188,18 @@ class _All(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+class _Eagerly(AbstractContextManager[None]):
+    """Lets compiled code run eagerly. It can be entered repeatedly."""
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        if "torch._dynamo" in sys.modules:
+            self._stack.enter_context(compiled_code_runs_eagerly())
+
+    def __exit__(self, *_error: object) -> None:
+        self._stack.close()
 
 
 class _TorchRandomState(AbstractContextManager[None]):
@@ -292,10 +308,18 @@ class _ForwardBuffers:
         before: dict[_BufferName, Tensor] = {}
         return self._watched(before), _StandIns(self._module, before)
 
+    def is_watching(self) -> bool:
+        """Whether the next forward is the first in its training mode, whose ops are watched."""
+        has_any = next(self._module.buffers(), None) is not None
+        return has_any and self._mode() not in self._changing
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._module.modules())
+
     @contextmanager
     def _watched(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
         """Store in `before` the buffer values that the recomputation must work on."""
-        mode = tuple(module.training for module in self._module.modules())
+        mode = self._mode()
         buffers = dict(self._named_buffers())
         known = self._changing.get(mode)
         before.update(
@@ -348,6 +372,10 @@ class _ForwardAttributes:
             return nullcontext(), nullcontext()
         before: list[HeldSnapshot] = []
         return self._watched(before), _HeldAgain(self._module, before)
+
+    def is_watching(self) -> bool:
+        """Whether the next forward is the first, whose ops are watched."""
+        return self._change is None
 
     @contextmanager
     def _watched(self, before: list[HeldSnapshot]) -> Iterator[None]:
