@@ -43,7 +43,6 @@ class BufferSnapshot:
         """Attributes and frozen parameters that forwards were seen to change."""
         self._changing: set[_Place] = set()
         self._steps_to_watch = _WATCHED_STEPS
-        self._has_compared = False
         self._modules: Sequence[nn.Module] = ()
         """Modules that existed before the step; none between steps."""
         self._kept: list[_Kept] = []
@@ -65,7 +64,6 @@ class BufferSnapshot:
             held = HeldSnapshot(self._model, "cpu")
         elif self._changing_held:
             held = HeldSnapshot(self._model, only=self._changing_held)
-        self._has_compared = False
         self._modules, self._kept, self._held = modules, kept, held  # all or, where a copy fails, none
 
     def end_of_forward(self) -> None:
@@ -74,16 +72,16 @@ class BufferSnapshot:
         It runs ops, which may raise; so it comes where the step can be undone.
         """
         if self._steps_to_watch and self._modules:
-            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
-            self._changing |= {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
             self._changing |= {kept.place for kept in self._kept if kept.differs()}
             if self._held is not None:
                 self._changing_held |= self._held.changed(by_values=True)
-            self._has_compared = True
 
     def release(self) -> None:
         """After a step that succeeded: learn by their versions which buffers change, and drop the copies."""
-        self._steps_to_watch -= self._has_compared
+        if self._steps_to_watch and self._modules:
+            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
+            self._changing |= {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
+            self._steps_to_watch -= 1
         self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
         if self._held is not None:
             self._changing_held |= self._held.changed()
