@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from brimful.batches import own_part, tensors_in
 from brimful.capture.fakes.outside import is_state
-from brimful.torch_utils.dispatch_mode import has_writes, written_tensors
 from brimful.torch_utils.held_values import HeldValues
 from brimful.torch_utils.module_names import plain_namer
+from brimful.torch_utils.op_writes import has_writes, written_tensors
 from brimful.torch_utils.wrapper_tensors import inner_tensors
 
 aten = torch.ops.aten

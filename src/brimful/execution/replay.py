@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.errors import PartialUpdateError
-from brimful.execution.writes import Place, is_tensor, place_of, state_tensors, written_by
+from brimful.execution.writes import Place, is_tensor, place_of, state_tensors
 from brimful.torch_utils.dispatch_mode import EagerDispatchMode
+from brimful.torch_utils.op_writes import written_tensors
 
 
 def replay(
@@ -65,7 +66,7 @@ class _ReplayMode(EagerDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        written = written_by(func, args, kwargs)
+        written = list(written_tensors(func, args, kwargs))
         were_made = [self._times_ahead(tensor) > 0 for tensor in written]
         if any(were_made):
             return self._skip(func, args, kwargs, written, were_made)

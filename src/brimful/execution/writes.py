@@ -4,14 +4,13 @@ torch counts writes by ops on single tensors (a tensor's version); a dispatch mo
 of tensors (`foreach`, `fused`), which torch does not, and those of a replay, where a skipped write raises a
 version too.
 
-Private torch API used here: `OpOverload._schema`, `Tensor._version`, `_base` (checked: torch 2.11 and 2.13).
+Private torch API used here: `Tensor._version`, `_base` (checked: torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brimful.batches import tensors_in
 from brimful.torch_utils.dispatch_mode import EagerDispatchMode
+from brimful.torch_utils.op_writes import written_tensors
 
 Place = tuple[int, int]
 """Address of a tensor's bytes, and their number: the same for a tensor and a view of the whole of it."""
@@ -139,7 +138,7 @@ class _WriteCounter(EagerDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         changes = self._changes
-        for tensor in written_by(func, args, kwargs or {}):
+        for tensor in written_tensors(func, args, kwargs or {}):
             key = id(tensor) if id(tensor) in changes else id(tensor._base)
             if key in changes:
                 changes[key] += 1
@@ -155,25 +154,6 @@ def _takes_lists(group: Mapping[str, Any]) -> bool:
     """Whether a group of parameters is updated by ops on lists of tensors; on CUDA that is torch's default."""
     on_cuda = any(parameter.is_cuda for parameter in group["params"][:1])
     return bool(group.get("fused") or group.get("foreach") or (group.get("foreach") is None and on_cuda))
-
-
-def written_by(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an op changes."""
-    found: list[Tensor] = []
-    for position, name in _written_arguments(func):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        found += given if isinstance(given, list) else tensors_in(given)
-    return found
-
-
-@cache
-def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an op changes."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def place_of(tensor: Tensor) -> Place:

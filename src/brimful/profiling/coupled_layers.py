@@ -27,8 +27,9 @@ from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.planner import what_splitting_changes
 from brimful.settings import Settings
-from brimful.torch_utils.dispatch_mode import EagerDispatchMode, has_writes, written_tensors
+from brimful.torch_utils.dispatch_mode import EagerDispatchMode
 from brimful.torch_utils.held_values import HeldValues
+from brimful.torch_utils.op_writes import has_writes, written_tensors
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 
 Result = TypeVar("Result")

@@ -1,4 +1,4 @@
-"""Dispatch modes under which compiled code runs eagerly, and is compiled again afterwards; what ops write to.
+"""Dispatch modes under which compiled code runs eagerly, and is compiled again afterwards.
 
 In plain torch one call of compiled code under a dispatch mode turns the compiler off for the whole process,
 without a warning: everything that was compiled runs eagerly until `torch._dynamo.reset()` (seen in torch 2.13).
@@ -13,20 +13,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-aten = torch.ops.aten
-
-_WRITE_UNSAID: dict[Any, tuple[int, ...]] = {aten.native_batch_norm.default: (3, 4)}
-"""Positions of arguments that an op writes to, its running statistics, though its schema does not say so."""
-_TRAINS = 5
-"""Position of `training` in `native_batch_norm`: in evaluation mode it writes nothing."""
 
 
 class _Eager:
@@ -80,32 +71,3 @@ class EagerDispatchMode(TorchDispatchMode):
             super().__exit__(kind, error, traceback)
         finally:
             self._stack.close()
-
-
-def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an op writes to."""
-    positions, names = _writes(func)
-    if func in _WRITE_UNSAID and not args[_TRAINS]:
-        return
-    for written in (*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names)):
-        for tensor in written if isinstance(written, (list, tuple)) else (written,):
-            if isinstance(tensor, Tensor):
-                yield tensor
-
-
-def has_writes(func: Any) -> bool:
-    """Whether an op writes to any of its arguments."""
-    return any(_writes(func))
-
-
-@cache
-def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that an op writes to."""
-    if func in _WRITE_UNSAID:
-        return _WRITE_UNSAID[func], ()
-    written = [
-        (position, argument)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return tuple(position for position, _ in written), tuple(argument.name for _, argument in written)

@@ -9,8 +9,8 @@ What torch's hooks for weight normalisation, spectral normalisation and pruning 
 held: it follows from parameters and buffers. The weights of the step before would stay in memory beside the
 new ones.
 
-Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
-2.13).
+Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, the names of hooks, and
+`Tensor._version` (checked: 2.13).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor
+from brimful.torch_utils.op_writes import storage_of
 
 _TRAINERS = ("pytorch_lightning", "accelerate", "peft", "trl", "datasets", "wandb", "deepspeed")
 _OF_LIBRARIES = frozenset(
@@ -293,12 +293,12 @@ class HeldSnapshot:
             if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
             if only is None or name in only
         }
-        self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
+        self._marks = {name: mark_of(value) for name, value in held.values.items() if id(value) not in others}
 
     def changed(self, *, by_values: bool = False) -> set[str]:
         """Names of what is not as it was; a write through `.data` shows by the values of copied tensors."""
         now = HeldValues(self._model)
-        marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
+        marks = {name: mark_of(value) for name, value in now.values.items() if id(value) not in self._others}
         changed = {
             name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)
         }
@@ -318,7 +318,7 @@ class HeldSnapshot:
     def lost(self) -> list[str]:
         """Names of tensors that were written to and have no copy."""
         values, marks = self._held.values, self._marks
-        written = (name for name, mark in marks.items() if mark != _mark(values[name]))
+        written = (name for name, mark in marks.items() if mark != mark_of(values[name]))
         return [name for name in written if isinstance(values[name], Tensor) and name not in self._copies]
 
     def restore(self) -> None:
@@ -343,8 +343,11 @@ def have_same_values(tensor: Tensor, copy: Tensor) -> bool:
     kinds = (Tensor, nn.Parameter, nn.Buffer)
     if type(tensor) not in kinds or tensor.layout is not torch.strided or tensor.is_quantized:
         return True
-    now = tensor.detach().to(copy.device).contiguous().reshape(-1).view(torch.uint8)
-    return torch.equal(now, copy.detach().contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(_in_bytes(tensor.detach().to(copy.device)), _in_bytes(copy))
+
+
+def _in_bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_mostly_frozen(model: nn.Module) -> bool:
@@ -360,11 +363,8 @@ def _not_copied(model: nn.Module) -> list[nn.Parameter]:
     return [each for each in model.parameters() if each.requires_grad or has_frozen]
 
 
-def _mark(value: Any) -> Any:
-    """What changes where a tensor is replaced or written to, or a number is another."""
+def mark_of(value: Any) -> Any:
+    """What changes where a tensor or its memory is replaced or written to, or a number is another."""
     if not isinstance(value, Tensor):
         return value
-    storage = (
-        value.untyped_storage()._cdata if value.layout is torch.strided and not is_wrapper_tensor(value) else 0
-    )
-    return id(value), 0 if value.is_inference() else value._version, storage
+    return id(value), 0 if value.is_inference() else value._version, storage_of(value)

@@ -14,8 +14,9 @@ This uses non-reentrant `torch.utils.checkpoint`, and corrects the following:
 * `torch.compile` traces `checkpoint` into its graphs, but not the contexts used here. So a unit that is
   recomputed runs eagerly, between compiled graphs of the rest.
 
-Private torch API used here: `torch._compile._disable_dynamo`, which is `torch.compiler.disable` without
-importing the compiler until the first call (checked: torch 2.13).
+Private torch APIs used here: `torch._compile._disable_dynamo`, which is `torch.compiler.disable` without
+importing the compiler until the first call, and `_NormBase`, the class of all layers with running statistics
+(checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from brimful.batches import tensors_in
 from brimful.errors import UsageError
 from brimful.settings import UnitAction
 from brimful.torch_utils.dispatch_mode import compiled_code_runs_eagerly
-from brimful.torch_utils.held_values import HeldSnapshot, HeldValues
+from brimful.torch_utils.held_values import HeldSnapshot, HeldValues, mark_of
+from brimful.torch_utils.op_writes import WrittenStorages
 from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
-from brimful.transforms.writes import WrittenStorages, storage_of
 
 CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
 """From a unit's function, and the modules that it calls, makes the function that is called instead."""
@@ -325,12 +326,12 @@ class _ForwardBuffers:
         before.update(
             {name: buffer.clone() for name, buffer in buffers.items() if known is None or name in known}
         )
-        stamps = {name: _stamp(buffer) for name, buffer in buffers.items()}
+        stamps = {name: mark_of(buffer) for name, buffer in buffers.items()}
         written = WrittenStorages(buffers.values()) if known is None else None
         with written or nullcontext():
             yield
         after = dict(self._named_buffers())
-        changed = {name for name, stamp in stamps.items() if name in after and _stamp(after[name]) != stamp}
+        changed = {name for name, stamp in stamps.items() if name in after and mark_of(after[name]) != stamp}
         if written is not None:
             changed |= {name for name, buffer in buffers.items() if written.has(buffer)}
         for name in changed - before.keys():
@@ -385,14 +386,14 @@ class _ForwardAttributes:
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and not snapshot.has_copy(name)
         }
-        stamps = {name: _stamp(parameter) for name, parameter in frozen.items()}
+        stamps = {name: mark_of(parameter) for name, parameter in frozen.items()}
         copied = snapshot.copied()
         written = WrittenStorages((*frozen.values(), *copied)) if self._change is None else None
         with written or nullcontext():
             yield
         for name, parameter in self._module.named_parameters():
             is_written = written is not None and name in frozen and written.has(parameter)
-            if is_written or stamps.get(name, _stamp(parameter)) != _stamp(parameter):
+            if is_written or stamps.get(name, mark_of(parameter)) != mark_of(parameter):
                 raise UsageError(
                     f"a unit that is to be recomputed writes to its parameter {name.partition('.')[2]!r} in "
                     "its forward, and would do so again in backward. Plan with recompute='none' (--recompute "
@@ -444,8 +445,3 @@ class _StandIns(AbstractContextManager[None]):
         for (path, name), buffer in self._real.items():
             self._module.get_submodule(path)._buffers[name] = buffer
         self._real.clear()
-
-
-def _stamp(buffer: Tensor) -> tuple[int, int, int | None]:
-    """A value that changes when a buffer or its memory is replaced, or when it is changed in-place."""
-    return id(buffer), buffer._version, storage_of(buffer)

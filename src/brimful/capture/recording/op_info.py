@@ -12,7 +12,7 @@ from brimful.capture.corrections.rule import Rule
 from brimful.capture.values.choices import CHOICES
 from brimful.capture.values.shapes import SHAPED_BY_VALUES
 from brimful.optimizers import SPARSE_ARGUMENT, check_op_makes_dense_gradient
-from brimful.torch_utils.dispatch_mode import has_writes
+from brimful.torch_utils.op_writes import has_writes
 from brimful.transforms.host_link import to_host
 
 aten = torch.ops.aten

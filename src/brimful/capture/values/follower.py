@@ -29,7 +29,7 @@ from brimful.capture.values.known import (
     is_followed,
     is_followed_if_assumed,
 )
-from brimful.torch_utils.dispatch_mode import written_tensors
+from brimful.torch_utils.op_writes import written_tensors
 
 aten = torch.ops.aten
 

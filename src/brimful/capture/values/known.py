@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from brimful.torch_utils.dispatch_mode import written_tensors
+from brimful.torch_utils.op_writes import written_tensors
 from brimful.trace import Guess
 
 LARGEST_KNOWN_NUMEL = 2**20

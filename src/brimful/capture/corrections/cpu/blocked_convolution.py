@@ -3,8 +3,7 @@
 Not counted, as the profiler shows with torch 2.13 on AVX-512: scratch memory of the kernels for strides, up to
 a fifth of the copies, and of those for 1 × 1 with a stride; what several threads of a weight gradient sum in
 for 1 × 1, for one channel each, in channels_last and with AVX2; and what they sum a bias in, up to 17 kB.
-oneDNN
-chooses other layouts on other machines.
+oneDNN chooses other layouts on other machines.
 """
 
 from __future__ import annotations
@@ -318,7 +317,8 @@ def _threads_of_samples(c: _Convolution, source: Tensor, other: Tensor, threads:
     """Among how many of the threads oneDNN divides samples and rows; it divides channels among the others.
 
     It takes the division that reads and writes least, then one that computes less and moves at most 10 % more,
-    or that computes a quarter less. Source: as of `_sums_bytes`, `balance`.
+    or that computes a quarter less; where it takes more than half of the threads, it takes as many as there are
+    samples and rows for. Source: as of `_sums_bytes`, `balance`.
     """
     if threads < c.groups:
         return 1
