@@ -93,12 +93,11 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None, *, tracks: b
     found = bf.estimate(job, DEVICE, micro_batch_size=micro_batch_size)
     done = time.perf_counter()
     peak_resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    estimator = bf.estimator(job, DEVICE)
-    estimator.at(2)  # captures at 2 and 3 samples; 1 would be captured for itself
+    found.at(2)  # captures at 2 and 3 samples; 1 would be captured for itself
     further = []
     for larger in FURTHER_SIZES:
         captured = time.perf_counter()
-        estimator.at(micro_batch_size + larger)
+        found.at(micro_batch_size + larger)
         further.append(time.perf_counter() - captured)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in job.model().parameters())

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -89,14 +90,13 @@ def _usual(name: str) -> dict[str, Any]:
     model = _network()
     usual: dict[str, dict[str, Any]] = {
         "estimate": {"job": job, "device": "T4", "micro_batch_size": 4},
-        "estimator": {"job": job, "device": "T4"},
         "plan": {"job": job, "device": "T4", "global_batch_size": 8},
         "gpus": {"job": job, "global_batch_size": 4, "devices": ["T4"]},
         "fit": {"job": job, "plan": settings, "steps": 1, "show_progress": False, "device": "cpu"},
-        "Trainer": {"job": job, "plan": settings, "steps": 1, "show_progress": False, "device": "cpu"},
+        "trainer.Trainer": {"job": job, "plan": settings, "steps": 1, "show_progress": False, "device": "cpu"},
         "measure": {"job": job, "plan": settings, "device": "cpu"},
         "verify": {"job": job, "plan": settings, "device": "cpu"},
-        "capture_trace": {"job": job, "settings": settings, "device": "T4"},
+        "api.capture_trace": {"job": job, "settings": settings, "device": "T4"},
         "prepare": {"plan": settings, "model": model, "optimizer": torch.optim.SGD(model.parameters())},
         "apply": {
             "plan": settings,
@@ -104,19 +104,30 @@ def _usual(name: str) -> dict[str, Any]:
             "model": model,
             "optimizer": torch.optim.SGD(model.parameters()),
         },
-        "named_optimizer": {"name": "adamw"},
-        "find_device": {"name": "T4"},
+        "optimizers.named_optimizer": {"name": "adamw"},
+        "devices.find_device": {"name": "T4"},
         "Settings": {"micro_batch_size": 4},
         "Job": {"model": _network, "loss": _loss, "batch": _batch},
-        "Schedule": {},
-        "UnitAction": {"fqn": "0", "action": "recompute"},
+        "trainer.Schedule": {},
+        "settings.UnitAction": {"fqn": "0", "action": "recompute"},
     }
     return usual[name]
 
 
 CALLED = (
-    *("estimate", "estimator", "plan", "gpus", "fit", "Trainer", "measure", "verify", "capture_trace"),
-    *("prepare", "apply", "named_optimizer", "find_device", "Settings", "Job", "Schedule", "UnitAction"),
+    *(
+        "estimate",
+        "plan",
+        "gpus",
+        "fit",
+        "trainer.Trainer",
+        "measure",
+        "verify",
+        "api.capture_trace",
+        "prepare",
+    ),
+    *("apply", "optimizers.named_optimizer", "devices.find_device", "Settings", "Job"),
+    *("trainer.Schedule", "settings.UnitAction"),
 )
 
 
@@ -125,7 +136,7 @@ def call_cases(seed: int) -> Iterator[Case]:
     random = Random(f"calls {seed}")
     for name in CALLED:
         yield control(name, partial(_call, name, {}, check=check_done))
-        for parameter in inspect.signature(getattr(bf, name)).parameters.values():
+        for parameter in inspect.signature(attrgetter(name)(bf)).parameters.values():
             for number, value in enumerate(random.sample(range(len(VALUES)), 3)):
                 if not _is_long(parameter.name, VALUES[value]):
                     given = partial(_call, name, {parameter.name: VALUES[value]}, check=check_done_or_refused)
@@ -144,7 +155,7 @@ def _is_long(name: str, value: object) -> bool:
 
 
 def _call(name: str, given: dict[str, Any], place: Place, *, check: Callable[..., None]) -> None:
-    check(place.start(action=partial(_ended, lambda: getattr(bf, name)(**(_usual(name) | given)))).wait())
+    check(place.start(action=partial(_ended, lambda: attrgetter(name)(bf)(**(_usual(name) | given)))).wait())
 
 
 def _ended(call: Callable[[], object]) -> None:

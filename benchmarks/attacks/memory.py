@@ -204,9 +204,9 @@ def job(configuration: str, loss_: Callable[..., Tensor] = loss, *, workers: int
     )
 
 
-def fit(of: bf.Job, run: Path, callbacks: Sequence[bf.Callback] = ()) -> None:
+def fit(of: bf.Job, run: Path, callbacks: Sequence[bf.trainer.Callback] = ()) -> None:
     """Train or resume, with everything that a run does: average, clipping, validation, saves."""
-    bf.Trainer(
+    bf.trainer.Trainer(
         of,
         bf.Settings(micro_batch_size=BATCH // 2, gradient_accumulation_steps=2),
         device="cpu",

@@ -355,7 +355,7 @@ def _raising(name: str, error: type[BaseException], at: int) -> Any:
         if left[0] == 0:
             raise error("of the user's")
 
-    return type("Raising", (bf.Callback,), {name: raising})()
+    return type("Raising", (bf.trainer.Callback,), {name: raising})()
 
 
 # Signals

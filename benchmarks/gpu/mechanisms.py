@@ -42,6 +42,7 @@ from torch import nn  # noqa: E402
 
 import brimful as bf  # noqa: E402
 from brimful.capture import capture_step  # noqa: E402
+from brimful.devices import find_device  # noqa: E402
 from brimful.execution.setup import build_model  # noqa: E402
 from brimful.optimizers import make_optimizer  # noqa: E402
 from brimful.profiling.calibrate import measure_device  # noqa: E402
@@ -239,7 +240,7 @@ def mechanism_rows(name: str, options: argparse.Namespace) -> Iterator[dict[str,
     """Predict all mechanisms of a model, then measure them in turn."""
     make, precision, samples, mechanisms = MODELS[name]
     job = make(toy=options.dry)
-    device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
+    device = find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
     kept = Settings(
         micro_batch_size=4 if options.dry else samples,
         precision=Precision.FP32 if options.dry else precision,
@@ -267,7 +268,7 @@ def mechanism_rows(name: str, options: argparse.Namespace) -> Iterator[dict[str,
             yield row
 
 
-def _predicted(job: bf.Job, settings: Settings, device: bf.Device) -> dict[str, Any]:
+def _predicted(job: bf.Job, settings: Settings, device: bf.devices.Device) -> dict[str, Any]:
     _, predicted = predict(job, settings, device)
     kept = ("peak_allocated_bytes", "peak_reserved_bytes", "step_seconds")
     return {f"predicted_{name}": predicted[f"predicted_{name}"] for name in kept}
@@ -314,7 +315,7 @@ def calibration_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """This GPU's row, its context and its rates."""
     with turn(options):
         if options.dry:
-            yield {"calibration": asdict(measure_device(bf.find_device("cpu"), torch.device("cpu"), sweeps=1))}
+            yield {"calibration": asdict(measure_device(find_device("cpu"), torch.device("cpu"), sweeps=1))}
             return
         where = torch.device("cuda", 0)
         row = local_gpu(where)
@@ -328,7 +329,7 @@ def fault_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # else two undisturbed loops differ
     job = jobs.gpt2(SMALL_GPT2, toy=options.dry)
     kept = Settings(micro_batch_size=4, precision=Precision.FP32 if options.dry else Precision.BF16)
-    device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
+    device = find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
     units = find_units(capture_step(job, kept, device))
     with turn(options):
         for way in ("everything kept", "recomputed", "offloaded"):
@@ -472,7 +473,7 @@ def _run(
 
 def kernel_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """How long each kernel of a step takes, and how much of the step the GPU is idle."""
-    device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
+    device = find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
     for name in PROFILED:
         configuration = CONFIGURATIONS[name]
         job = configuration.job(toy=options.dry)

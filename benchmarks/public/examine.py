@@ -280,7 +280,7 @@ def _sums_otherwise(case: JobCase, plan: bf.Plan) -> bool:
     return (
         settings.micro_batch_size < case.samples
         or settings.chunked_loss is not None
-        or settings.optimizer_implementation is bf.OptimizerImplementation.FUSED
+        or settings.optimizer_implementation is bf.settings.OptimizerImplementation.FUSED
     )
 
 

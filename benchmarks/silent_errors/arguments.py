@@ -56,7 +56,7 @@ def _job(**changes: Any) -> bf.Job:
 def _refused(call: Callable[[], object], word: str) -> Verdict:
     try:
         made = call()
-    except bf.UsageError as error:
+    except bf.errors.UsageError as error:
         if word not in str(error):
             raise WrongError(f"the error does not name {word}: {error}") from None
         return Verdict.REFUSED
@@ -114,7 +114,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: bf.estimate(_job(), "T4", allocator=None),  # type: ignore[arg-type]
         "allocator",
     ),
-    "the class of a device": (lambda: bf.estimate(_job(), bf.Device), "device"),  # type: ignore[arg-type]
+    "the class of a device": (lambda: bf.estimate(_job(), bf.devices.Device), "device"),  # type: ignore[arg-type]
 }
 """What is refused, by an error that names the argument."""
 
@@ -128,14 +128,14 @@ RIGHT: dict[str, tuple[Callable[[], object], object]] = {
     "a list of units": (
         lambda: (
             bf.Settings(
-                micro_batch_size=1, units=[bf.UnitAction(fqn="a", action=bf.Action.RECOMPUTE)]
+                micro_batch_size=1, units=[bf.settings.UnitAction(fqn="a", action=bf.settings.Action.RECOMPUTE)]
             ).recomputed
         ),
         ("a",),
     ),
     "a dtype as precision": (
         lambda: bf.Settings(micro_batch_size=1, precision=torch.bfloat16).precision,  # type: ignore[arg-type]
-        bf.Precision.BF16,
+        bf.settings.Precision.BF16,
     ),
     "a set of optimizers": (lambda: len(_plan(allow_optimizers={"adamw"}).asked.allow_optimizers), 1),
     "a torch device": (
@@ -164,7 +164,7 @@ def _engine(parallelism: str, optimizer: str = "adamw", precision: str = "fp32")
             _job(optimizer=optimizer), "A100 80GB SXM", global_batch_size=8, world_size=2,
             precision=precision, parallelism=parallelism,
         )  # fmt: skip
-    except bf.UsageError as error:
+    except bf.errors.UsageError as error:
         text = str(error)
         if "not trained under" in text or "cannot be trained under" in text:
             return Verdict.REFUSED

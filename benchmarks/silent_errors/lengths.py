@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import brimful as bf
 from silent_errors.case import Case, Verdict, WrongError
 
-CPU = bf.find_device("cpu")
+CPU = bf.devices.find_device("cpu")
 WORDS, WIDTH, SHORT, LONG = 100, 32, 8, 96
 CLOSE = 1.02
 """Measured over predicted peak that counts as the same: the project's own bound of errors on a CPU."""

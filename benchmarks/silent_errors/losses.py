@@ -540,7 +540,7 @@ def recomputed(kind: str, layer: Callable[[str], nn.Module] = Remembers) -> Verd
         optimizer="sgd",
     )
     batches = batches_of(job)
-    units = tuple(bf.UnitAction(fqn=name, action=bf.Action.RECOMPUTE) for name in ("0", "1"))
+    units = tuple(bf.settings.UnitAction(fqn=name, action=bf.settings.Action.RECOMPUTE) for name in ("0", "1"))
     settings = bf.Settings(micro_batch_size=SAMPLES, units=units)
     try:
         is_wrong = differ(losses_of(job, settings, batches), losses_of(job, None, batches))
@@ -658,7 +658,7 @@ def ignored_later(
     is_refused = False
     try:
         said = [each for each in train(job, batches) if str(IGNORED) in each]
-    except bf.EquivalenceError as error:
+    except bf.errors.EquivalenceError as error:
         said, is_refused = [str(error)], "Job(count=" in str(error)
     if len(said) != (0 if counts or not every else 1):
         raise WrongError(f"of ignored labels is said: {said}")
@@ -697,7 +697,7 @@ def refused_by_plan(make: Callable[[], bf.Job]) -> Verdict:
     model = job.model()
     try:
         bf.apply(plan, job, model, torch.optim.SGD(model.parameters(), 0.1))(job.batch(16))
-    except bf.EquivalenceError as error:
+    except bf.errors.EquivalenceError as error:
         raise WrongError("the plan promises what its first step refuses") from error
     raise WrongError("split in silence")
 

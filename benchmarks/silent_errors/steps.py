@@ -316,7 +316,7 @@ def fit_divides_as_far_as_possible() -> Verdict:
         data=lambda: bf.Data(train={"x": x, "y": y}),
     )
 
-    class SwitchOn(bf.Callback):
+    class SwitchOn(bf.trainer.Callback):
         def on_step(self, trainer, record):
             short.is_on = record.step >= 2
 
@@ -451,7 +451,7 @@ class Killed(BaseException):
     """The process is gone: nothing is saved after it."""
 
 
-class _Killer(bf.Callback):
+class _Killer(bf.trainer.Callback):
     """Kills a run once, before or after the validation of a step."""
 
     def __init__(self, step: int, at: str) -> None:
@@ -723,13 +723,13 @@ def _applied(job: bf.Job) -> None:
 
 
 def _planned_and_checked(job: bf.Job) -> None:
-    bf.check_plan(job, bf.plan(job, "RTX 3090", global_batch_size=8))
+    bf.plan(job, "RTX 3090", global_batch_size=8).check(job)
 
 
 _DRAWN: dict[str, Callable[[], Verdict]] = {
     "estimate": partial(leaves_random_numbers, lambda job: bf.estimate(job, "cpu", micro_batch_size=4)),
-    "estimator": partial(leaves_random_numbers, lambda job: bf.estimator(job, "RTX 3090").at(5)),
-    "plan and check_plan": partial(leaves_random_numbers, _planned_and_checked),
+    "estimate at another size": partial(leaves_random_numbers, lambda job: bf.estimate(job, "RTX 3090").at(5)),
+    "plan and check": partial(leaves_random_numbers, _planned_and_checked),
     "gpus": partial(leaves_random_numbers, lambda job: bf.gpus(job, devices=["RTX 3090"], global_batch_size=8)),
     "measure": partial(leaves_random_numbers, lambda job: bf.measure(job, _settings(), "cpu")),
     "verify": partial(leaves_random_numbers, lambda job: bf.verify(job, _settings(), "cpu")),

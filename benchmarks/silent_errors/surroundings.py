@@ -374,7 +374,7 @@ def fitted_in_a_loop() -> Verdict:
             model=perceptron().model, loss=cross_entropy, batch=data, data=lambda: bf.Data(train=data), name="p"
         )
         settings = bf.Settings(micro_batch_size=8)
-        result = bf.Trainer(job, settings, device="cpu", epochs=2, show_progress=False).fit()
+        result = bf.trainer.Trainer(job, settings, device="cpu", epochs=2, show_progress=False).fit()
         return result.losses
 
     async def main() -> Any:

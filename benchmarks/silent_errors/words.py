@@ -103,7 +103,7 @@ class _Spread(nn.DataParallel):
 def _refused(run: Callable[[], object]) -> Verdict:
     try:
         run()
-    except bf.UsageError as error:
+    except bf.errors.UsageError as error:
         if "DistributedDataParallel" not in str(error):
             raise WrongError(f"refused without the way out: {error}") from error
         return Verdict.REFUSED

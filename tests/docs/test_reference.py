@@ -76,7 +76,7 @@ def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
     assert keys("brimful gpus") == [set(document), set(of_gpu), set(of_gpu["usual"])]
     plan = bf.plan(job, "T4", global_batch_size=8)
     assert keys("brimful plan") == [set(plan.to_json())]
-    assert keys("brimful plan --check") == [set(bf.check_plan(job, plan).to_json())]
+    assert keys("brimful plan --check") == [set(plan.check(job).to_json())]
     (settings,) = keys("Settings")
     assert settings == set(to_json_document(plan.settings))
     with pytest.raises(bf.InfeasibleError) as failed:
@@ -90,7 +90,7 @@ def test_the_keys_of_runs_are_described(job: bf.Job) -> None:
 
     result, _ = bf.fit(job, bf.Settings(micro_batch_size=8), steps=1, show_progress=False)
     assert keys("brimful train") == [set(training_document(result, None))]
-    document: dict[str, Any] = calibration_document([bf.find_device("T4")], ["there"])
+    document: dict[str, Any] = calibration_document([bf.devices.find_device("T4")], ["there"])
     assert keys("brimful calibrate") == [set(document), set(document["devices"][0])]
 
 

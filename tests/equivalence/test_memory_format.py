@@ -261,7 +261,7 @@ def test_a_model_that_reads_the_order_of_memory_is_not_trained() -> None:
     report = verify(job(ReadsMemory), IN_LAST)
     assert not report.holds
     assert "memory_format='preserve'" in report.way_out
-    with pytest.raises(bf.EquivalenceError, match="Nothing was trained"):
+    with pytest.raises(bf.errors.EquivalenceError, match="Nothing was trained"):
         Trainer(job(ReadsMemory), IN_LAST, steps=1, device="cpu", show_progress=False).fit()
 
 

@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False),
     "sgd without momentum": partial(torch.optim.SGD, lr=0.1, foreach=False),
-    "muon": bf.named_optimizer("muon", learning_rate=0.1),
+    "muon": bf.optimizers.named_optimizer("muon", learning_rate=0.1),
 }
 
 

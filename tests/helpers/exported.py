@@ -68,7 +68,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def by_brimful(settings: bf.Settings, optimizer: str = "adamw") -> list[float]:
     """The loss of each step, on one rank."""
     model = gpt2()
-    made = bf.named_optimizer(optimizer, learning_rate=LEARNING_RATE, weight_decay=0.0)(model)
+    made = bf.optimizers.named_optimizer(optimizer, learning_rate=LEARNING_RATE, weight_decay=0.0)(model)
     step = bf.apply(settings, job(optimizer), model, made)
     return [float(step(batch).loss) for batch in texts().split(GLOBAL_BATCH)]
 

@@ -84,5 +84,5 @@ def losses_of(memory_format: MemoryFormat | None, **how: Any) -> tuple[list[floa
     return list(found), {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def planned(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> bf.PlannedStep:
+def planned(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> bf.execution.PlannedStep:
     return bf.apply(settings, job(), model, optimizer, verify=False)

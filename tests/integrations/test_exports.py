@@ -82,10 +82,10 @@ def test_transformers_trains_by_its_export(folder: Path, losses: list[float]) ->
 def test_transformers_makes_the_optimizer_of_the_job(optimizer: str, tmp_path: Path) -> None:
     settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=2)
     plan = bf.plan(exported.job(optimizer), "cpu", global_batch_size=8, micro_batch_size=4)
-    bf.export(exported.job(optimizer), plan, "transformers").save(tmp_path / "args.json")
+    plan.export(exported.job(optimizer), "transformers").save(tmp_path / "args.json")
     _args, found = by_transformers(str(tmp_path / "args.json"))
     model = gpt2()
-    made = bf.named_optimizer(optimizer, learning_rate=LEARNING_RATE)(model)
+    made = bf.optimizers.named_optimizer(optimizer, learning_rate=LEARNING_RATE)(model)
     step = bf.apply(settings, exported.job(optimizer), model, made)
     expected = [float(step(batch).loss) for batch in texts().split(8)]
     assert found == pytest.approx(expected, rel=1e-3)

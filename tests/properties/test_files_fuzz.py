@@ -47,6 +47,7 @@ from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Action, ChunkedLoss, Precision, UnitAction
+from brimful.trainer import load_weights
 from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
@@ -139,7 +140,7 @@ def job() -> bf.Job:
 
 
 def train(run: Path, steps: int) -> Any:
-    return bf.Trainer(
+    return bf.trainer.Trainer(
         job(),
         bf.Settings(micro_batch_size=4),
         device="cpu",
@@ -201,7 +202,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = replace(bf.plan(job(), device="T4", global_batch_size=4), settings=HOW)
     plan.save(folder / "plan.json")
     for name in ("trace.json", "trace.json.gz"):
-        bf.capture_trace(job(), BEFORE, "T4").save(folder / name)
+        bf.api.capture_trace(job(), BEFORE, "T4").save(folder / name)
     train(folder / "run", 2)
     write_fallback(folder, Fallback(before=BEFORE, after=AFTER, recovery=RECOVERY))
     with caches_in(folder):
@@ -293,9 +294,9 @@ def are_prices(found: dict[str, float]) -> bool:
 skipping = partial(text_job, bad_samples="skip")
 READERS = {
     "plan": Readable(name="plan.json", read=bf.Plan.load, is_document=True),
-    "trace": Readable(name="trace.json", read=bf.Trace.load, is_document=True),
-    "compressed trace": Readable(name="trace.json.gz", read=bf.Trace.load, is_document=True),
-    "weights": Readable(name="run/weights.safetensors", read=lambda path: bf.load_weights(network(), path)),
+    "trace": Readable(name="trace.json", read=bf.trace.Trace.load, is_document=True),
+    "compressed trace": Readable(name="trace.json.gz", read=bf.trace.Trace.load, is_document=True),
+    "weights": Readable(name="run/weights.safetensors", read=lambda path: load_weights(network(), path)),
     "names of tensors": Readable(name=TENSORS, read=lambda path: names_of_tensors(path.parent)),
     "index of tensors": Readable(name=INDEX, read=lambda path: names_of_tensors(path.parent)),
     "launch before": Readable(name=FALLBACK, read=lambda path: read_fallback(path.parent, BEFORE)),

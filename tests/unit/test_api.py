@@ -52,15 +52,15 @@ def stack_job(norm: bool = False) -> bf.Job:
     )
 
 
-def cpu_like() -> bf.Device:
+def cpu_like() -> bf.devices.Device:
     """A device without a context, so that small models make a difference."""
-    return replace(bf.find_device("cpu"), capacity_bytes=1 << 40)
+    return replace(bf.devices.find_device("cpu"), capacity_bytes=1 << 40)
 
 
 def test_a_plan_is_within_its_budget_and_its_prediction_is_an_estimate_of_its_settings() -> None:
     job, device = stack_job(), cpu_like()
     plan = bf.plan(job, device, global_batch_size=32, budget="40%")
-    again = bf.capture_trace(job, plan.settings, device)
+    again = bf.api.capture_trace(job, plan.settings, device)
     peak = bf.estimate(job, device, micro_batch_size=32).predicted_peak_allocated_bytes
     assert plan.budget_bytes == int(0.4 * peak)
     assert plan.predicted_peak_device_bytes <= plan.budget_bytes
@@ -91,7 +91,7 @@ def test_what_is_pinned_stays() -> None:
         recompute="all",
         optimizer="adamw",
     )
-    assert plan.settings.precision is bf.Precision.BF16
+    assert plan.settings.precision is bf.settings.Precision.BF16
     assert plan.settings.micro_batch_size == 2
     assert plan.settings.gradient_accumulation_steps == 4
     assert plan.settings.optimizer == "adamw"
@@ -172,7 +172,7 @@ def test_what_cudnn_keeps_for_recurrent_layers_widens_the_interval() -> None:
         batch=lambda n: torch.randn(n, 4, 8),
         optimizer="sgd",
     )
-    trace = bf.capture_trace(job, bf.Settings(micro_batch_size=64), DEVICE)
+    trace = bf.api.capture_trace(job, bf.Settings(micro_batch_size=64), DEVICE)
     assert "aten._cudnn_rnn.default" in {op.name for op in trace.ops}
     assert any(storage.most_bytes is not None for storage in trace.storages)
     assert not bf.estimate(job, cpu_like()).uncertain_ops
@@ -231,7 +231,7 @@ def test_a_plan_in_ones_own_loop_gives_the_gradient_of_the_whole_batch() -> None
     plain.load_state_dict(model.state_dict())
     batch = torch.randn(8, 256, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    units = tuple(bf.UnitAction(fqn=f"blocks.{i}", action=bf.Action.RECOMPUTE) for i in range(8))
+    units = tuple(bf.settings.UnitAction(fqn=f"blocks.{i}", action="recompute") for i in range(8))
     step = bf.apply(
         bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4, units=units), job, model, optimizer
     )
@@ -355,7 +355,7 @@ def test_a_plan_that_cannot_be_applied_leaves_the_optimizer_alone() -> None:
     job, model = stack_job(), Stack()
     optimizer = torch.optim.AdamW(model.parameters())
     before = flags_of(optimizer)
-    absent = bf.UnitAction(fqn="absent", action=bf.Action.RECOMPUTE)
+    absent = bf.settings.UnitAction(fqn="absent", action=bf.settings.Action.RECOMPUTE)
     with pytest.raises(UnknownNameError):
         bf.apply(
             bf.Settings(
@@ -373,7 +373,7 @@ def test_the_path_of_a_plan_is_told_from_a_plan() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     calls: list[Callable[[Any], object]] = [
         lambda plan: bf.fit(job, plan),
-        lambda plan: bf.Trainer(job, plan),
+        lambda plan: bf.trainer.Trainer(job, plan),
         lambda plan: bf.measure(job, plan),
         lambda plan: bf.verify(job, plan),
         lambda plan: bf.apply(plan, job, model, optimizer),

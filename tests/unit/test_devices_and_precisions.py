@@ -45,7 +45,7 @@ def test_what_does_not_name_a_device_is_refused_in_one_line(device: object) -> N
 
 @pytest.mark.parametrize("precision", ["bf16", "bfloat16", torch.bfloat16, "torch.bfloat16", "BFloat16"])
 def test_a_precision_may_be_named_by_its_dtype(precision: str | torch.dtype) -> None:
-    assert bf.estimate(JOB, "RTX 3090", precision=precision).settings.precision is bf.Precision.BF16
+    assert bf.estimate(JOB, "RTX 3090", precision=precision).settings.precision is bf.settings.Precision.BF16
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:
@@ -62,9 +62,9 @@ def wide_job() -> bf.Job:
     )
 
 
-def small_gpu(capacity_bytes: int = 1 << 30) -> bf.Device:
+def small_gpu(capacity_bytes: int = 1 << 30) -> bf.devices.Device:
     return replace(
-        bf.find_device("RTX 3090"),
+        bf.devices.find_device("RTX 3090"),
         capacity_bytes=capacity_bytes,
         context_bytes=0,
         context_low_bytes=0,

@@ -183,15 +183,15 @@ def test_the_peak_is_predicted_without_what_is_not_expressed() -> None:
         batch=lambda n: torch.randn(n, 64),
     )
     plan = bf.plan(job, "cpu", global_batch_size=1024, micro_batch_size=1024, recompute="all")
-    made = bf.export(job, plan, "lightning")
+    made = plan.export(job, "lightning")
     kept = bf.plan(job, "cpu", global_batch_size=1024, micro_batch_size=1024, recompute="none")
     assert made.predicted_peak_device_bytes == kept.predicted_peak_device_bytes
     assert made.predicted_peak_device_bytes > plan.predicted_peak_device_bytes
     assert "units recomputed" in str(made)
     tight = replace(plan, budget_bytes=plan.predicted_peak_device_bytes)
-    assert bf.export(job, tight, "transformers").fits
-    assert not bf.export(job, tight, "lightning").fits
-    assert "DOES NOT FIT" in str(bf.export(job, tight, "lightning"))
+    assert tight.export(job, "transformers").fits
+    assert not tight.export(job, "lightning").fits
+    assert "DOES NOT FIT" in str(tight.export(job, "lightning"))
 
 
 def test_an_unknown_tool_is_refused_with_the_known_ones() -> None:

@@ -16,7 +16,7 @@ from brimful.settings import Action, MemoryFormat
 from brimful.trainer.options import TrainKeywords, TrainOptions
 from brimful.utils.field_docs import field_docstrings
 
-TAKERS = [(bf.plan, PlanOptions), (bf.fit, TrainOptions), (bf.Trainer, TrainOptions)]
+TAKERS = [(bf.plan, PlanOptions), (bf.fit, TrainOptions), (bf.trainer.Trainer, TrainOptions)]
 
 
 @pytest.mark.parametrize(("function", "record"), TAKERS)
@@ -38,7 +38,7 @@ def test_type_checkers_know_every_option(keywords: type, record: type) -> None:
 
 def test_what_is_not_an_option_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Trainer\(\) has no option 'epoch_count'"):
-        bf.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
+        bf.trainer.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
     with pytest.raises(TypeError, match=r"fit\(\) has no option 'epoch'; did you mean epochs\?"):
         bf.fit(None, None, epoch=1)  # type: ignore[arg-type, call-arg]
     with pytest.raises(TypeError, match=r"plan\(\) has no option 'bugdet'; did you mean budget\?"):

@@ -11,6 +11,8 @@ import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
+import pytest
+
 import brimful as bf
 from brimful.utils.field_docs import field_docstrings
 
@@ -22,7 +24,7 @@ def test_the_reference_documents_exactly_the_public_names() -> None:
     documented = set(
         re.findall(r"^\.\. auto(?:class|function|exception):: brimful\.(\w+)$", text, re.MULTILINE)
     )
-    assert {*bf.__all__} == {*documented, "__version__"}
+    assert {*bf.__all__} == documented
     assert bf.__all__ == sorted(bf.__all__)
     assert set(dir(bf)) >= {*bf.__all__}
 
@@ -36,6 +38,15 @@ def test_every_public_name_loads_whatever_was_imported_before() -> None:
         assert not hasattr(value, "__path__"), f"brimful.{name} is shadowed by a module"
     assert callable(bf.plan)
     assert callable(bf.apply)
+
+
+def test_what_is_not_a_public_name_is_found_in_its_package() -> None:
+    assert len(bf.__all__) <= 20
+    assert bf.trainer.Callback is importlib.import_module("brimful.trainer").Callback
+    with pytest.raises(AttributeError, match=r"no attribute 'Callback'; it is brimful\.trainer\.Callback"):
+        getattr(bf, "Callback")  # noqa: B009  # mypy knows that it is not there
+    with pytest.raises(AttributeError, match=r"no attribute 'nonesuch'$"):
+        getattr(bf, "nonesuch")  # noqa: B009
 
 
 def test_importing_brimful_loads_no_torch() -> None:

@@ -127,6 +127,7 @@ READERS = {
 RUNNERS = {
     "arguments.py": {"eval": "hints of brimful's own modules, never what a user gives"},
     "__init__.py": {"import_module": "brimful's own modules"},
+    "planner/plan.py": {"import_module": "brimful.api, which checks and exports plans"},
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
     "models/resolve.py": {

@@ -7,7 +7,7 @@ Every function takes a `Job` and a device. Nothing is computed here; each functi
 to the next. Start reading at `plans.plan`.
 """
 
-from brimful.api.estimates import capture_trace, estimate, estimator, gpus
+from brimful.api.estimates import capture_trace, estimate, gpus
 from brimful.api.exports import export
 from brimful.api.plans import check_plan, plan
 from brimful.api.runs import apply, fit, measure, prepare, verify
@@ -19,7 +19,6 @@ __all__ = [
     "capture_trace",
     "check_plan",
     "estimate",
-    "estimator",
     "export",
     "fit",
     "gpus",

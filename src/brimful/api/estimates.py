@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from brimful.arguments import checks_arguments
 from brimful.batches import why_not_split
@@ -31,7 +31,7 @@ from brimful.options import (
     parse_recompute,
 )
 from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
-from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
+from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, estimate_trace
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
@@ -43,7 +43,7 @@ from brimful.settings import (
     Settings,
     UnitAction,
 )
-from brimful.trace import Guess, Trace, find_units
+from brimful.trace import Trace, find_units
 from brimful.utils.quantities import parse_bytes
 from brimful.utils.status import busy
 
@@ -55,7 +55,7 @@ def estimate(
     job: Job,
     device: DeviceLike = "auto",
     *,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | Literal["largest"] | None = None,
     gradient_accumulation_steps: int = 1,
     precision: PrecisionLike = Precision.FP32,
     optimizer: str | None = None,
@@ -80,7 +80,8 @@ def estimate(
         job: The job to estimate.
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
             ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
-        micro_batch_size: Samples in one forward and backward pass. None estimates 1, and a note says so.
+        micro_batch_size: Samples in one forward and backward pass; "largest" finds the most that fit. None
+            estimates 1, and a note says so. Of the result, `at(size)` predicts another size.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
@@ -103,112 +104,116 @@ def estimate(
 
     Raises:
         UsageError: An argument is invalid.
+        InfeasibleError: The largest micro-batch is asked for, and not even one sample fits.
         CaptureError: The step cannot be run on fake tensors.
         SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
     capacity_bytes = _capacity_bytes(job, device, target, budget)
     settings = replace(
-        _settings(
-            job,
-            target,
-            1 if micro_batch_size is None else micro_batch_size,
-            gradient_accumulation_steps,
-            precision,
-            optimizer,
-        ),
+        _settings(job, target, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=parse_implementation(optimizer_implementation),
         optimizer_in_backward=optimizer_in_backward,
         offload_optimizer=offload_optimizer,
     )
-    longest = with_longest_batch(job, settings.rank_batch_size)
-    job = longest.job
-    capture = partial(
-        capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
-    )
-    trace = _fastest_format(capture, settings, target, _memory_formats(job, memory_format))
-    settings = replace(settings, memory_format=trace.settings.memory_format)
-    if parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
-        settings = _with_all_recomputed(settings, trace)
-        trace = capture(settings)
-    if save_trace is not None:
-        trace.save(save_trace)
-    return _noted_estimate(
-        (*_notes(job, micro_batch_size, optimizer, is_size_asked=True), *longest.notes),
-        trace,
-        target,
-        extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
+    question = _Question(
+        job=job,
+        device=target,
+        settings=settings,
+        formats=_memory_formats(job, memory_format),
+        recomputes=parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE,
         capacity_bytes=capacity_bytes,
         allocator=_parse_allocator(allocator),
-        compares_allocators=compare_allocators,
+        evaluates=evaluate,
+        without=tuple(without),
     )
+    if micro_batch_size == "largest":
+        size = question.estimator().largest().settings.micro_batch_size
+    else:
+        size = 1 if micro_batch_size is None else micro_batch_size
+    found, trace = question.at(size, is_size_given=micro_batch_size is not None, compares=compare_allocators)
+    if save_trace is not None:
+        trace.save(save_trace)
+    return found
 
 
-@undisturbed()
-@busy("estimating")
-@checks_arguments
-def estimator(
-    job: Job,
-    device: DeviceLike = "auto",
-    *,
-    gradient_accumulation_steps: int = 1,
-    precision: PrecisionLike = Precision.FP32,
-    optimizer: str | None = None,
-    recompute: str | Action | None = None,
-    memory_format: MemoryFormatLike | None = None,
-    budget: str | float | None = None,
-    allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
-) -> Estimator:
-    """Predict a step at any micro-batch size, from captures at two sizes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What an estimate is asked, except for the micro-batch size: that of `settings` is 1."""
 
-    Args:
-        job: The job to estimate.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
-            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
-        gradient_accumulation_steps: Micro-batches per optimizer step.
-        precision: "fp32", "tf32", "fp16" or "bf16".
-        optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
-        recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
-        memory_format: "channels_last", "contiguous", or "auto": the faster with 32 samples.
-        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
-            machine instead of what is free now.
-        allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF.
+    job: Job
+    device: Device
+    settings: Settings
+    formats: tuple[MemoryFormat | None, ...]
+    recomputes: bool
+    capacity_bytes: int | None
+    allocator: AllocatorSettings
+    evaluates: bool
+    without: tuple[str, ...]
 
-    Returns:
-        An estimator: `at(size)` estimates one micro-batch size, `largest()` finds the largest that fits.
+    def at(self, size: int, *, is_size_given: bool, compares: bool) -> tuple[Estimate, Trace]:
+        """The step at one micro-batch size, from a capture at that size."""
+        sized = replace(self.settings, micro_batch_size=size)
+        longest = with_longest_batch(self.job, sized.rank_batch_size)
+        capture = self._capture(longest.job)
+        settings = self._completed(sized, capture, compared_samples=size)
+        trace = capture(settings)
+        found = self._estimate(
+            trace,
+            self.device,
+            notes=(*self._notes(is_size_given=is_size_given), *longest.notes),
+            extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
+            compares_allocators=compares,
+        )
+        return replace(found, at_sizes=AtSizes(self.estimator)), trace
 
-    Raises:
-        UsageError: An argument is invalid.
-        CaptureError: The step cannot be run on fake tensors.
-    """
-    target = resolve_device(device)
-    settings = _settings(job, target, 1, gradient_accumulation_steps, precision, optimizer)
-    longest = with_longest_batch(job, _USUAL_SAMPLES)
-    job = longest.job
+    def estimator(self) -> Estimator:
+        """The step at any micro-batch size, from captures at two sizes."""
+        longest = with_longest_batch(self.job, _USUAL_SAMPLES)
+        capture = undisturbed()(self._capture(longest.job))  # it is called after `estimate` returns, too
+        settings = self._completed(self.settings, capture, compared_samples=_USUAL_SAMPLES)
+        notes = (*self._notes(is_size_given=True), *longest.notes)
+        return Estimator(capture, settings, self.device, estimate=partial(self._estimate, notes=notes))
 
-    @undisturbed()  # it is called after this returns, too
-    def capture(settings: Settings, steps: int = 1, guess: Guess = Guess.EXPECTED) -> Trace:
-        return capture_step(job, settings, target, steps=steps, guess=guess)
+    def _capture(self, job: Job) -> Callable[..., Trace]:
+        return cache(
+            partial(
+                capture_step,
+                job,
+                device=self.device,
+                steps=_steps_of(job),
+                evaluates=self.evaluates,
+                without=self.without,
+            )
+        )
 
-    formats = _memory_formats(job, memory_format)
-    if len(formats) > 1:
-        usual = replace(settings, micro_batch_size=_USUAL_SAMPLES)
-        formats = (_fastest_format(capture, usual, target, formats).settings.memory_format,)
-    settings = replace(settings, memory_format=formats[0])
-    if parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
-        settings = _with_all_recomputed(settings, capture(settings))
-    return Estimator(
-        capture,
-        settings,
-        target,
-        steps=_steps_of(job),
-        estimate=partial(
-            _noted_estimate,
-            (*_notes(job, None, optimizer, is_size_asked=False), *longest.notes),
-            capacity_bytes=_capacity_bytes(job, device, target, budget),
-            allocator=_parse_allocator(allocator),
-        ),
-    )
+    def _completed(
+        self, settings: Settings, capture: Callable[..., Trace], *, compared_samples: int
+    ) -> Settings:
+        """Settings with the memory format that is fastest at a number of samples, and with recomputed units."""
+        memory_format = self.formats[0]
+        if len(self.formats) > 1:
+            compared = replace(settings, micro_batch_size=compared_samples)
+            memory_format = _fastest_format(capture, compared, self.device, self.formats)
+        settings = replace(settings, memory_format=memory_format)
+        return _with_all_recomputed(settings, capture(settings)) if self.recomputes else settings
+
+    def _estimate(self, trace: Trace, device: Device, *, notes: tuple[str, ...], **given: Any) -> Estimate:
+        found = estimate_trace(
+            trace, device, capacity_bytes=self.capacity_bytes, allocator=self.allocator, **given
+        )
+        return replace(found, notes=(*notes, *untrained_notes(trace)))
+
+    def _notes(self, *, is_size_given: bool) -> tuple[str, ...]:
+        """What an estimate says of arguments that were not given."""
+        job = self.job
+        has_default_optimizer = (
+            job.loop is None and self.settings.optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
+        )
+        return (
+            *([] if is_size_given else [_SIZE_NOTE]),
+            *([DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []),
+        )
 
 
 @undisturbed()
@@ -319,23 +324,8 @@ _USUAL_SAMPLES = 32
 
 _SIZE_NOTE = (
     "The micro-batch is 1 sample, as no size is given: micro_batch_size=… (--micro-batch-size). "
-    "bf.estimator(…).largest() (--largest) finds the largest that fits."
+    'micro_batch_size="largest" (--largest) finds the largest that fits.'
 )
-
-
-def _notes(
-    job: Job, micro_batch_size: int | None, optimizer: str | None, *, is_size_asked: bool
-) -> tuple[str, ...]:
-    """What an estimate says of arguments that were not given."""
-    has_default_optimizer = job.loop is None and optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
-    return (
-        *([_SIZE_NOTE] if is_size_asked and micro_batch_size is None else []),
-        *([DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []),
-    )
-
-
-def _noted_estimate(notes: tuple[str, ...], trace: Trace, device: Device, **given: Any) -> Estimate:
-    return replace(estimate_trace(trace, device, **given), notes=(*notes, *untrained_notes(trace)))
 
 
 def _steps_of(job: Job) -> int:
@@ -345,13 +335,12 @@ def _steps_of(job: Job) -> int:
 def _settings(
     job: Job,
     device: Device,
-    micro_batch_size: int,
     gradient_accumulation_steps: int,
     precision: PrecisionLike,
     optimizer: str | None,
 ) -> Settings:
     settings = Settings(
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=1,
         gradient_accumulation_steps=gradient_accumulation_steps,
         precision=parse_precision(precision),
         optimizer=optimizer,
@@ -385,12 +374,12 @@ def _memory_formats(job: Job, asked: MemoryFormatLike | None) -> tuple[MemoryFor
 
 
 def _fastest_format(
-    capture: Callable[[Settings], Trace],
+    capture: Callable[..., Trace],
     settings: Settings,
     device: Device,
     formats: Sequence[MemoryFormat | None],
-) -> Trace:
-    """A capture in the one memory format, or in that of several which is predicted to be faster."""
+) -> MemoryFormat | None:
+    """The memory format that is predicted to be fastest."""
     first, *others = formats
     traces = [capture(replace(settings, memory_format=first))]
     for other in others if traces[0].convolves_images else ():
@@ -398,7 +387,8 @@ def _fastest_format(
             traces.append(capture(replace(settings, memory_format=other)))
         except (CaptureError, UsageError) as error:
             warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=6)
-    return min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
+    fastest = min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
+    return fastest.settings.memory_format
 
 
 def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:

@@ -22,25 +22,7 @@ from brimful.utils.status import busy
 @busy("exporting")
 @checks_arguments
 def export(job: Job, plan: Plan, tool: str) -> Export:
-    """A plan as the file that another training tool reads.
-
-    The file says how a step runs: batch sizes, precision, memory, ranks. Learning rate, schedule, weight decay
-    and clipping are yours. What a tool cannot express is in `not_expressed`, and the predicted peak is the one
-    without it; what you do by hand is in `remarks` and `environment`.
-
-    Args:
-        job: The job that the plan was made for.
-        plan: Of `plan`, or read with `Plan.load`.
-        tool: "transformers", "accelerate", "deepspeed", "fsdp" or "lightning"; see `exports.ExportTool`.
-
-    Returns:
-        The export; `save` writes its file.
-
-    Raises:
-        UsageError: The tool would train something else, or cannot divide the model among ranks as the plan
-            does; `tool` is unknown.
-        CaptureError: The step without what the tool cannot express cannot be run on fake tensors.
-    """
+    """A plan as the file that another training tool reads; see `Plan.export`."""
     try:
         known = ExportTool(tool)
     except ValueError:

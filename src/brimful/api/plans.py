@@ -184,22 +184,7 @@ def _calibration(job: Job, request: Request, capture: CachedCapture) -> JobCalib
 def check_plan(
     job: Job, plan: Plan, device: DeviceLike | None = None, *, budget: str | float | None = None
 ) -> PlanCheck:
-    """Predict the settings of a plan again, to check whether the job has outgrown it.
-
-    Args:
-        job: As it is now.
-        plan: As it was made, perhaps for an earlier version of the job.
-        device: Where it is to run; None takes the device that the plan was made for.
-        budget: A size ("11GiB"); None takes that of the plan.
-
-    Returns:
-        What is predicted now beside what was predicted then.
-
-    Raises:
-        UsageError: An argument is invalid, or the plan is for another kind of device.
-        UnknownNameError: The plan names a unit that the model does not have, or its device is not in the table.
-        CaptureError: The step cannot be run on fake tensors.
-    """
+    """Predict the settings of a plan again; see `Plan.check`."""
     planned_for = plan.device if plan.device_kind == "cuda" else "cpu"
     target = resolve_device(planned_for if device is None else device)
     if target.kind != plan.device_kind:

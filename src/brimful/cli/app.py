@@ -93,9 +93,7 @@ def estimate(
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
     ] = None,
-    largest: Annotated[
-        bool, typer.Option("--largest", help="Find the largest micro-batch that fits, from two captures.")
-    ] = False,
+    largest: Annotated[bool, typer.Option("--largest", help="Find the largest micro-batch that fits.")] = False,
     allocator: Annotated[
         str,
         typer.Option(
@@ -125,44 +123,24 @@ def estimate(
 
         job = find_job(model, options)
         if largest:
-            beside = {
-                "--micro-batch-size": micro_batch_size,
-                "--compare-allocators": compare_allocators,
-                "--phases": phases,
-                "--without": without,
-                "--save-trace": save_trace,
-                "--optimizer-implementation": optimizer_implementation,
-            }
-            refuse(beside, "--largest finds the micro-batch")
-            result = api.estimator(
-                job,
-                device,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                precision=precision,
-                optimizer=optimizer,
-                recompute=recompute,
-                memory_format=memory_format,
-                budget=budget,
-                allocator=allocator,
-            ).largest()
-        else:
-            result = api.estimate(
-                job,
-                device,
-                micro_batch_size=micro_batch_size,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                precision=precision,
-                optimizer=optimizer,
-                optimizer_implementation=optimizer_implementation,
-                recompute=recompute,
-                memory_format=memory_format,
-                budget=budget,
-                allocator=allocator,
-                compare_allocators=compare_allocators,
-                evaluate=phases,
-                without=without or (),
-                save_trace=save_trace,
-            )
+            refuse({"--micro-batch-size": micro_batch_size}, "--largest finds the micro-batch")
+        result = api.estimate(
+            job,
+            device,
+            micro_batch_size="largest" if largest else micro_batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            precision=precision,
+            optimizer=optimizer,
+            optimizer_implementation=optimizer_implementation,
+            recompute=recompute,
+            memory_format=memory_format,
+            budget=budget,
+            allocator=allocator,
+            compare_allocators=compare_allocators,
+            evaluate=phases,
+            without=without or (),
+            save_trace=save_trace,
+        )
         text = "\n".join([str(result), *(phase_lines(result) if phases else ())])
         show(text, lambda: estimate_document(result), as_json)
     if result.verdict is Verdict.DOES_NOT_FIT:

@@ -87,10 +87,17 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
 def free_frames(error: BaseException) -> None:
     """Free what the functions held that an error passed through, also where they hold the error itself.
 
-    Of the error, only the message may be needed afterwards. If it is left to the garbage collector, a
-    DataLoader waits five seconds for each worker, as its queues are finalised before its iterator (torch 2.13).
+    So for the errors before it: undoing a step that ran out of memory may run out too. Of the errors, only the
+    messages may be needed afterwards. If they are left to the garbage collector, a DataLoader waits five
+    seconds for each worker, as its queues are finalised before its iterator (torch 2.13).
     """
-    clear_frames(error.__traceback__)
+    remaining, seen = [error], set[int]()
+    while remaining:
+        each = remaining.pop()
+        seen.add(id(each))
+        clear_frames(each.__traceback__)
+        before = (each.__cause__, each.__context__)
+        remaining += [other for other in before if other is not None and id(other) not in seen]
 
 
 class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):

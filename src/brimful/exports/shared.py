@@ -132,7 +132,7 @@ def optimizer_remark(source: ExportSource) -> str:
         return f"Make the job's own optimizer{chosen.replace(',', ' with', 1)}."
     if source.optimizer in _CLASSES:
         return f"Make the optimizer: torch.optim.{_CLASSES[source.optimizer]}{chosen})."
-    return f'Make the optimizer: brimful.named_optimizer("{source.optimizer}")(model).'
+    return f'Make the optimizer: brimful.optimizers.named_optimizer("{source.optimizer}")(model).'
 
 
 def weight_remark(source: ExportSource, tool: ExportTool) -> Iterator[str]:

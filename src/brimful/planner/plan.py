@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -28,6 +29,12 @@ from brimful.results import JobCalibration, SampleSize
 from brimful.settings import Settings
 from brimful.utils.display import PrintedResult
 from brimful.utils.files import write_file
+
+if TYPE_CHECKING:
+    from brimful.exports import Export
+    from brimful.job import Job
+    from brimful.planner.check import PlanCheck
+    from brimful.profiling.named_device import DeviceLike
 
 PLAN_VERSION = 1
 
@@ -91,7 +98,10 @@ _MOST_FLOPS = 10**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PrintedResult):
-    """The simplest of the fastest settings found to train a job's global batch within a memory budget."""
+    """The simplest of the fastest settings found to train a job's global batch within a memory budget.
+
+    `check` and `export` capture steps, which stages above this one do: they are imported when called.
+    """
 
     status: PlanStatus
     job: str
@@ -202,6 +212,50 @@ class Plan(PrintedResult):
             SaveError: The file cannot be written.
         """
         write_file(path, json.dumps(self.to_json(), indent=2) + "\n")
+
+    def check(
+        self, job: Job, device: DeviceLike | None = None, *, budget: str | float | None = None
+    ) -> PlanCheck:
+        """Predict the plan's settings again, to check whether the job has outgrown them.
+
+        Args:
+            job: As it is now; the plan may be for an earlier version of it.
+            device: Where it is to run. Default: the device that the plan was made for.
+            budget: A size ("11GiB"). Default: the plan's.
+
+        Returns:
+            What is predicted now beside what was predicted then.
+
+        Raises:
+            UsageError: An argument is invalid, or the plan is for another kind of device.
+            UnknownNameError: The plan names a unit that the model does not have, or its device is not in the
+                table.
+            CaptureError: The step cannot be run on fake tensors.
+        """
+        found: PlanCheck = import_module("brimful.api").check_plan(job, self, device, budget=budget)
+        return found
+
+    def export(self, job: Job, tool: str) -> Export:
+        """The plan as the file that another training tool reads.
+
+        The file says how a step runs: batch sizes, precision, memory, ranks. Learning rate, schedule, weight
+        decay and clipping are yours. What a tool cannot express is in `not_expressed`, and the predicted peak
+        is the one without it; what you do by hand is in `remarks` and `environment`.
+
+        Args:
+            job: The job that the plan was made for.
+            tool: "transformers", "accelerate", "deepspeed", "fsdp" or "lightning".
+
+        Returns:
+            The export; `save` writes its file.
+
+        Raises:
+            UsageError: The tool would train something else, or cannot divide the model among ranks as the plan
+                does; `tool` is unknown.
+            CaptureError: The step without what the tool cannot express cannot be run on fake tensors.
+        """
+        made: Export = import_module("brimful.api").export(job, self, tool)
+        return made
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:

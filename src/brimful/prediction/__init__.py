@@ -5,10 +5,11 @@ from two captures.
 """
 
 from brimful.prediction.estimate import MARGIN_FRACTION, Estimate, Extremes, Verdict, estimate_trace
-from brimful.prediction.estimator import Estimator
+from brimful.prediction.estimator import AtSizes, Estimator
 
 __all__ = [
     "MARGIN_FRACTION",
+    "AtSizes",
     "Estimate",
     "Estimator",
     "Extremes",

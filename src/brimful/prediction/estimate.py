@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -144,6 +144,8 @@ class Estimate(PrintedResult):
     `step_time.recompute_seconds`."""
     notes: tuple[str, ...] = ()
     """What was estimated where it was not given: the micro-batch size, the optimizer."""
+    at_sizes: Callable[[int], Estimate] | None = field(default=None, repr=False, compare=False)
+    """Predicts other micro-batch sizes, for `at`; None in an estimate that `bf.estimate` did not make."""
 
     @property
     def verdict(self) -> Verdict:
@@ -153,6 +155,26 @@ class Estimate(PrintedResult):
         if self.cache_flushes or self.predicted_device_interval_bytes[1] > self.capacity_bytes:
             return Verdict.TIGHT
         return Verdict.FITS
+
+    def at(self, micro_batch_size: int) -> Estimate:
+        """Predict the same step at another micro-batch size, from captures at two sizes.
+
+        Args:
+            micro_batch_size: Samples in one forward and backward pass.
+
+        Returns:
+            The estimate at that size, with the same settings otherwise.
+
+        Raises:
+            UsageError: The size is not positive, or the estimate was not made by `bf.estimate` in this process.
+            CaptureError: The step cannot be run on fake tensors.
+        """
+        if self.at_sizes is None:
+            raise UsageError(
+                "only the result of bf.estimate predicts other sizes, and a pickled one does not: call "
+                f"bf.estimate(job, {self.device!r}, micro_batch_size={micro_batch_size})."
+            )
+        return self.at_sizes(micro_batch_size)
 
     @property
     def uncertain(self) -> tuple[str, ...]:

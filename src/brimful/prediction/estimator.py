@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 from brimful.devices import Device
@@ -173,10 +173,9 @@ class Estimator:
     """Predicts a step at any micro-batch size, from captures at two sizes; see `ScaledTraces`.
 
     Args:
-        capture: Runs `steps` steps under some settings on fake tensors, with a `guess`.
+        capture: Runs steps under some settings on fake tensors, with a `guess`.
         settings: Settings of the step; their micro-batch size is replaced.
         device: Where the step would run.
-        steps: Optimizer steps per capture.
         estimate: Makes an estimate like `estimate_trace`, for example with another capacity.
     """
 
@@ -186,10 +185,9 @@ class Estimator:
         settings: Settings,
         device: Device,
         *,
-        steps: int = 2,
         estimate: Callable[..., Estimate] = estimate_trace,
     ) -> None:
-        self._traces = {guess: ScaledTraces(partial(capture, steps=steps, guess=guess)) for guess in Guess}
+        self._traces = {guess: ScaledTraces(partial(capture, guess=guess)) for guess in Guess}
         self._settings = settings
         self._device = device
         self._estimate = estimate
@@ -209,7 +207,8 @@ class Estimator:
         settings = replace(self._settings, micro_batch_size=micro_batch_size)
         trace = self._traces[Guess.EXPECTED].at(settings)
         extremes = Extremes.of(trace, lambda guess: self._traces[guess].at(settings))
-        return self._estimate(trace, self._device, extremes=extremes)
+        found = self._estimate(trace, self._device, extremes=extremes)
+        return replace(found, at_sizes=AtSizes(lambda: self))
 
     def largest(self) -> Estimate:
         """Find the largest micro-batch that fits with the upper end of its interval, without cache flushes.
@@ -250,3 +249,21 @@ def _nothing_fits(estimate: Estimate) -> InfeasibleError:
         budget_bytes=estimate.capacity_bytes,
         smallest_peak_bytes=needed,
     )
+
+
+class AtSizes:
+    """The step of an estimate at other micro-batch sizes; a pickled estimate is without it.
+
+    Args:
+        make: Makes the estimator, on first use: it captures the step at two sizes.
+    """
+
+    def __init__(self, make: Callable[[], Estimator]) -> None:
+        self._estimator = cache(make)
+
+    def __call__(self, micro_batch_size: int) -> Estimate:
+        """The estimate at one size; see `Estimator.at`."""
+        return self._estimator().at(micro_batch_size)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()

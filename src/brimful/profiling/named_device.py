@@ -47,7 +47,7 @@ def resolve_device(device: DeviceLike) -> Device:
     if not isinstance(device, str):
         raise UsageError(
             f'the device is {device!r} ({type(device).__name__}). Name one, such as "RTX 3090", "cuda:0" or '
-            '"cpu", or give a torch.device or a brimful.Device.'
+            '"cpu", or give a torch.device or a brimful.devices.Device.'
         )
     if is_description(device):
         return with_best_context(described_device(device))

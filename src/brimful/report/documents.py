@@ -41,7 +41,7 @@ json_form(
             *("cache_flushes", "out_of_memory_at"),
         ),
         omitted=(
-            *("peak_phase", "peak_module", "peak_op", "step_time", "own_checkpoints"),
+            *("peak_phase", "peak_module", "peak_op", "step_time", "own_checkpoints", "at_sizes"),
             *("predicted_pinned_host_bytes", "predicted_host_state_bytes"),
         ),
     )

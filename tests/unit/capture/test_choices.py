@@ -326,7 +326,7 @@ def test_code_that_cannot_run_without_rows_still_has_a_lower_bound() -> None:
 
 @pytest.mark.slow
 def test_the_largest_micro_batch_fits_with_the_most_that_may_be_chosen() -> None:
-    found = bf.estimator(job("where"), "cpu", budget="8MiB").largest()
+    found = bf.estimate(job("where"), "cpu", micro_batch_size="largest", budget="8MiB")
     most = predict_memory(captured(job("where"), Guess.MOST, found.settings.micro_batch_size))
     assert found.predicted_device_interval_bytes[1] == most.peak_reserved_bytes <= found.capacity_bytes
 

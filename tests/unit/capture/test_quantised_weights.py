@@ -160,7 +160,7 @@ def test_4_bit_weights_that_an_evaluation_packed_are_refused() -> None:
         pytest.skip("this processor's kernels need no packed weights")
     with torch.no_grad():
         job.loss(job.model.eval(), job.batch(SAMPLES))
-    with pytest.raises(bf.UsageError, match="packed weights have no gradient"):
+    with pytest.raises(bf.errors.UsageError, match="packed weights have no gradient"):
         build_model(job)
 
 

@@ -121,7 +121,7 @@ def test_ddp_trains_around_them_and_fsdp2_refuses(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         ranks, device = Ranks(rank=0, count=2), torch.device("cpu")
-        with pytest.raises(bf.UsageError, match="FSDP2 cannot shard them"):
+        with pytest.raises(bf.errors.UsageError, match="FSDP2 cannot shard them"):
             data_parallel(job, model, replace(settings, parallelism=Parallelism.FSDP2), device, ranks)
         parallel = data_parallel(job, model, settings, device, ranks)
         parallel.loss(model, batch).backward()
@@ -150,7 +150,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
         for parameter in loaded.parameters():
             for part in inner_tensors(parameter):
                 part.zero_()
-    saved = load_file(bf.load_weights(loaded, tmp_path / "whole"))
+    saved = load_file(bf.trainer.load_weights(loaded, tmp_path / "whole"))
     assert all(torch.equal(value, saved[name]) for name, value in plain_state(loaded).items())
 
 
@@ -170,10 +170,10 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith(".qdata"))
     before = tensors[name].clone()
     save_file(tensors | {name: tensors[name][:1].clone()}, tmp_path / "other.safetensors")
-    with pytest.raises(bf.UsageError, match=r"size mismatch for .*\.qdata: \(1, 128\) was saved"):
-        bf.load_weights(model, tmp_path / "other.safetensors")
+    with pytest.raises(bf.errors.UsageError, match=r"size mismatch for .*\.qdata: \(1, 128\) was saved"):
+        bf.trainer.load_weights(model, tmp_path / "other.safetensors")
     assert torch.equal(plain_state(model)[name], before)
     del tensors[name]
     save_file(tensors, tmp_path / "fewer.safetensors")
-    with pytest.raises(bf.UsageError, match="qdata"):
-        bf.load_weights(model, tmp_path / "fewer.safetensors")
+    with pytest.raises(bf.errors.UsageError, match="qdata"):
+        bf.trainer.load_weights(model, tmp_path / "fewer.safetensors")

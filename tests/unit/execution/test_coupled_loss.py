@@ -93,7 +93,7 @@ def test_a_part_of_a_large_tensor_does_not_keep_the_whole() -> None:
 def test_sizes_are_captured_one_by_one_as_the_loss_is_no_line() -> None:
     """Similarities of all samples with all grow with the square."""
     job = coupled_job()
-    line = bf.estimator(job, "cpu")
+    line = bf.estimate(job, "cpu", micro_batch_size=2)
     for size in (3, 200):
         whole = bf.estimate(job, "cpu", micro_batch_size=size)
         assert line.at(size).predicted_peak_allocated_bytes == whole.predicted_peak_allocated_bytes

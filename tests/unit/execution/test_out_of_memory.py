@@ -48,6 +48,26 @@ def test_what_functions_held_is_freed_although_they_hold_the_error() -> None:
     assert [each() for each in alive] == [None]
 
 
+@pytest.mark.usefixtures("_without_garbage_collection")
+def test_what_was_held_before_undoing_ran_out_of_memory_too_is_freed() -> None:
+    alive: list[weakref.ref[Held]] = []
+
+    def reraised() -> None:
+        held = Held()
+        alive.append(weakref.ref(held))
+        error = torch.OutOfMemoryError("CUDA out of memory.")
+        raise error
+
+    def undone() -> None:
+        try:
+            reraised()
+        finally:
+            raise torch.OutOfMemoryError("CUDA out of memory. While undoing.")
+
+    assert isinstance(unless_out_of_memory(undone), RanOut)
+    assert [each() for each in alive] == [None]
+
+
 def test_an_error_that_is_raised_while_brimful_s_own_is_handled_is_not_out_of_memory() -> None:
     def trains_again() -> None:
         try:

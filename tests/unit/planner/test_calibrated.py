@@ -81,7 +81,7 @@ def test_what_is_chosen_fits_the_budget_with_the_factor() -> None:
 
 def test_predictions_for_a_named_device_or_a_record_stay_as_they_are() -> None:
     keep_factors(2.0, 1.25)
-    for device in ("T4", bf.find_device("cpu")):
+    for device in ("T4", bf.devices.find_device("cpu")):
         found = planned(device=device)
         assert found.job_calibration is None
         assert found.job_kind is None
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_with_the_budget_as_it_was_asked() -> None:
 def test_a_plan_is_checked_with_the_factors_that_it_was_made_with() -> None:
     keep_factors(2.0, 1.25)
     plan = planned()
-    check = bf.check_plan(gpt_job(), plan)
+    check = plan.check(gpt_job())
     assert check.predicted_peak_device_bytes == check.planned_peak_device_bytes
     assert check.predicted_step_seconds == pytest.approx(check.planned_step_seconds)
 

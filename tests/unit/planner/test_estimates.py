@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from brimful.planner import GpuFit
 from brimful.prediction import Verdict, estimate_trace
 from brimful.prediction.estimator import MOST_SAMPLES
 from brimful.settings import Action
-from brimful.trace import Category, Phase
+from brimful.trace import Category, Phase, Trace
 from brimful.utils.quantities import GIB, MIB
 
 DEVICE = "RTX 3090"
@@ -58,8 +59,8 @@ def test_the_interval_holds_the_likely_size_and_begins_with_what_survives() -> N
     found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8)
     low, high = found.predicted_device_interval_bytes
     assert low <= found.predicted_peak_device_bytes < high
-    device = bf.find_device(DEVICE)
-    trace = bf.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
+    device = bf.devices.find_device(DEVICE)
+    trace = bf.api.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
     assert low == smallest_surviving_capacity_bytes(trace) + device.context_low_bytes
 
 
@@ -76,8 +77,8 @@ def test_workspaces_of_unknown_size_widen_the_interval_less_for_channels_last_in
 
 
 def test_the_verdict_is_fits_tight_or_does_not_fit_as_the_capacity_falls() -> None:
-    trace = bf.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
-    device = bf.find_device(DEVICE)
+    trace = bf.api.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
+    device = bf.devices.find_device(DEVICE)
     likely = estimate_trace(trace, device)
     low, high = likely.predicted_device_interval_bytes
 
@@ -100,7 +101,7 @@ def test_large_blocks_and_a_failure_are_placed_at_the_line_that_made_them() -> N
 
 
 def test_a_block_made_in_backward_is_placed_at_the_line_of_its_forward_op() -> None:
-    trace = bf.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
+    trace = bf.api.capture_trace(wide_job(), bf.Settings(micro_batch_size=8), DEVICE)
     forward = next(op for op in trace.ops if op.name == "aten.addmm.default")
     backward = [op for op in trace.ops if op.phase is Phase.BACKWARD and op.name == "aten.mm.default"]
     assert forward.line
@@ -136,7 +137,7 @@ def test_an_estimate_says_which_size_and_optimizer_it_counts_where_they_are_not_
     assert "--micro-batch-size" in size
     assert optimizer.startswith("The optimizer is AdamW")
     assert bf.estimate(without, DEVICE, micro_batch_size=2, optimizer="sgd").notes == ()
-    largest = bf.estimator(without, DEVICE).at(2)
+    largest = bf.estimate(without, DEVICE).at(2)
     assert largest.notes == (optimizer,)
     assert f"\n  note: {optimizer}" in str(largest)
     assert optimizer in bf.plan(without, DEVICE, global_batch_size=2).notes
@@ -145,24 +146,51 @@ def test_an_estimate_says_which_size_and_optimizer_it_counts_where_they_are_not_
 
 
 def test_two_captures_tell_any_micro_batch_size_exactly() -> None:
-    estimator = bf.estimator(wide_job(), DEVICE)
+    estimate = bf.estimate(wide_job(), DEVICE)
     for size in (1, 5, 64):
-        scaled, captured = estimator.at(size), bf.estimate(wide_job(), DEVICE, micro_batch_size=size)
+        scaled, captured = estimate.at(size), bf.estimate(wide_job(), DEVICE, micro_batch_size=size)
         assert scaled.predicted_peak_reserved_bytes == captured.predicted_peak_reserved_bytes
         assert scaled.predicted_device_interval_bytes == captured.predicted_device_interval_bytes
         assert scaled.predicted_step_seconds == pytest.approx(captured.predicted_step_seconds)
 
 
+def test_an_estimate_from_elsewhere_says_that_it_predicts_no_other_size() -> None:
+    estimate = bf.estimate(wide_job(), DEVICE, micro_batch_size=2)
+    again = pickle.loads(pickle.dumps(estimate))
+    assert again == estimate
+    with pytest.raises(UsageError, match=r"bf\.estimate\(job"):
+        again.at(3)
+    with pytest.raises(UsageError, match="micro_batch_size"):
+        estimate.at(0)
+    with pytest.raises(UsageError, match="micro_batch_size"):
+        bf.estimate(wide_job(), DEVICE, micro_batch_size="biggest")  # type: ignore[arg-type]
+
+
+def test_the_size_that_fits_is_asked_with_everything_else(tmp_path: Path) -> None:
+    found = bf.estimate(
+        wide_job(),
+        DEVICE,
+        micro_batch_size="largest",
+        budget="2GiB",
+        optimizer_in_backward=True,
+        compare_allocators=True,
+        save_trace=tmp_path / "trace.json",
+    )
+    assert found.settings.optimizer_in_backward
+    assert found.allocators
+    assert Trace.load(tmp_path / "trace.json").settings == found.settings
+    assert found.at(3).settings.optimizer_in_backward
+
+
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
-    estimator = bf.estimator(wide_job(), DEVICE, budget="2GiB")
-    largest = estimator.largest()
+    largest = bf.estimate(wide_job(), DEVICE, micro_batch_size="largest", budget="2GiB")
     assert largest.verdict is Verdict.FITS
-    assert estimator.at(largest.settings.micro_batch_size + 1).verdict is not Verdict.FITS
+    assert largest.at(largest.settings.micro_batch_size + 1).verdict is not Verdict.FITS
 
 
 def test_where_not_even_one_sample_fits_the_shortfall_is_told() -> None:
     with pytest.raises(InfeasibleError, match="not even one sample") as caught:
-        bf.estimator(wide_job(), DEVICE, budget="310MiB").largest()
+        bf.estimate(wide_job(), DEVICE, micro_batch_size="largest", budget="310MiB")
     assert caught.value.shortfall_bytes > 0
 
 
@@ -206,7 +234,7 @@ def test_the_survey_of_gpus_agrees_with_an_estimate_of_each() -> None:
 
 def test_a_gpu_too_small_for_plain_training_gets_smaller_micro_batches_and_then_a_change() -> None:
     def fit_of(capacity_bytes: int) -> GpuFit:
-        device = replace(bf.find_device("RTX 3090"), capacity_bytes=capacity_bytes)
+        device = replace(bf.devices.find_device("RTX 3090"), capacity_bytes=capacity_bytes)
         return bf.gpus(wide_job(), global_batch_size=64, devices=[device])[0]
 
     split = fit_of(GIB)
@@ -231,8 +259,8 @@ def test_a_job_that_makes_no_batch_of_some_size_is_captured_at_each_size_asked_f
     job, plain = even_batches(wide_job()), wide_job()
     (fit,) = bf.gpus(job, global_batch_size=16, devices=["RTX 3090"])
     assert fit == bf.gpus(plain, global_batch_size=16, devices=["RTX 3090"])[0]
-    found = bf.estimator(job, DEVICE).at(4).predicted_peak_reserved_bytes
-    assert found == bf.estimator(plain, DEVICE).at(4).predicted_peak_reserved_bytes
+    found = bf.estimate(job, DEVICE).at(4).predicted_peak_reserved_bytes
+    assert found == bf.estimate(plain, DEVICE).at(4).predicted_peak_reserved_bytes
 
 
 def test_the_largest_micro_batch_is_looked_for_up_to_a_limit() -> None:
@@ -241,7 +269,7 @@ def test_the_largest_micro_batch_is_looked_for_up_to_a_limit() -> None:
         loss=lambda model, batch: model(batch["x"]).mean(),
         batch=lambda samples: {"x": torch.zeros(samples, 1)},
     )
-    assert bf.estimator(tiny, "H200").largest().settings.micro_batch_size == MOST_SAMPLES
+    assert bf.estimate(tiny, "H200", micro_batch_size="largest").settings.micro_batch_size == MOST_SAMPLES
 
 
 def test_an_estimate_recomputes_all_or_nothing() -> None:
@@ -251,7 +279,7 @@ def test_an_estimate_recomputes_all_or_nothing() -> None:
         with pytest.raises(UnknownNameError, match="unknown value of recompute"):
             bf.estimate(wide_job(), DEVICE, recompute=action)
         with pytest.raises(UnknownNameError, match="unknown value of recompute"):
-            bf.estimator(wide_job(), DEVICE, recompute=action)
+            bf.estimate(wide_job(), DEVICE, micro_batch_size="largest", recompute=action)
     assert bf.estimate(wide_job(), DEVICE, recompute=Action.KEEP).settings.units == ()
 
 
@@ -270,7 +298,7 @@ def test_a_loop_with_all_units_recomputed_says_so() -> None:
 def test_the_trace_that_is_saved_is_the_one_estimated(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8, without=["cublas_workspace"], save_trace=path)
-    again = predict_memory(bf.Trace.load(path))
+    again = predict_memory(bf.trace.Trace.load(path))
     assert again.peak_reserved_bytes == found.predicted_peak_reserved_bytes
 
 
@@ -291,7 +319,7 @@ def test_a_job_whose_sizes_depend_on_its_values_is_captured_at_each_size() -> No
         optimizer="sgd",
     )
     torch.manual_seed(1)
-    found = [bf.estimator(job, DEVICE).at(64).predicted_peak_allocated_bytes for _ in range(3)]
+    found = [bf.estimate(job, DEVICE).at(64).predicted_peak_allocated_bytes for _ in range(3)]
     whole = bf.estimate(
         replace(job, batch=lambda n: {"x": torch.randn(n, 50, 8), "lengths": torch.full((n,), 50)}),
         DEVICE,

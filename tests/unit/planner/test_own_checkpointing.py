@@ -177,7 +177,7 @@ def test_training_is_the_same_with_it_and_without() -> None:
 @pytest.mark.parametrize("own_checkpointing", [True, False])
 def test_what_is_predicted_is_measured_to_the_byte(own_checkpointing: bool) -> None:
     settings = bf.Settings(micro_batch_size=SAMPLES, own_checkpointing=own_checkpointing)
-    trace = bf.capture_trace(job(), settings)
+    trace = bf.api.capture_trace(job(), settings)
     assert trace.own_checkpoints == (BLOCKS if own_checkpointing else 0)
     found = predict_memory(trace).steady_peak_allocated_bytes
     assert found == measure_step(job(), settings, steps=1).measured_peak_allocated_bytes

@@ -106,13 +106,13 @@ def test_the_tail_covers_what_was_measured() -> None:
 
 def test_a_probability_of_zero_and_an_unknown_effort_are_refused() -> None:
     for wrong in (0, 1.5):
-        with pytest.raises(bf.UsageError, match=r"max_exceedance is .*; a probability is above 0"):
+        with pytest.raises(bf.errors.UsageError, match=r"max_exceedance is .*; a probability is above 0"):
             planned(max_exceedance=wrong)
     for wrong in ("0.01", None, True):
-        with pytest.raises(bf.UsageError, match=r"max_exceedance is .*; it must be a number"):
+        with pytest.raises(bf.errors.UsageError, match=r"max_exceedance is .*; it must be a number"):
             planned(max_exceedance=wrong)
-    with pytest.raises(bf.UnknownNameError, match="effort"):
+    with pytest.raises(bf.errors.UnknownNameError, match="effort"):
         planned(effort="most")
     for wrong in (None, ["max"]):
-        with pytest.raises(bf.UsageError, match=r"effort is .*; it must be text"):
+        with pytest.raises(bf.errors.UsageError, match=r"effort is .*; it must be text"):
             planned(effort=wrong)

@@ -62,10 +62,10 @@ def test_a_plan_for_such_a_gpu_is_checked_on_its_own_machine_by_its_name(
 ) -> None:
     put_gpu(monkeypatch, FakeNvml(5_900, {}), LAPTOP, **LAPTOP_PROPERTIES)
     plan = bf.plan(JOB, "cuda", global_batch_size=8)
-    assert bf.check_plan(JOB, plan).fits
+    assert plan.check(JOB).fits
     monkeypatch.undo()
     with pytest.raises(UnknownNameError, match="describe another"):
-        bf.check_plan(JOB, plan)
+        plan.check(JOB)
 
 
 def test_what_torch_does_not_have_is_nvmls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,7 @@ def test_resuming_restores_the_scales_of_weights_that_were_built_otherwise(
     model, loaded = job.model(), job.model()
     assert job.weights is not None
     job.weights(model)
-    bf.load_weights(loaded, tmp_path / "run")
+    bf.trainer.load_weights(loaded, tmp_path / "run")
 
     def scales(of: Any) -> list[Tensor]:
         layers = [layer for layer in of.modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)]

@@ -51,7 +51,7 @@ def data_of(job: bf.Job) -> Data:
 
 def all_batches(job: bf.Job, epoch: int = 1, skip: int = 0, size: int = 8) -> list[dict[str, torch.Tensor]]:
     samples = data_of(job).train
-    assert isinstance(samples, bf.Samples)
+    assert isinstance(samples, bf.job.Samples)
     return list(samples.batches(size, seed=0, epoch=epoch, skip=skip))
 
 
@@ -271,7 +271,7 @@ def test_what_is_no_classifier_or_no_folder_is_refused(folder: Path, tmp_path: P
 
 
 def test_a_model_learns_the_colours(folder: Path) -> None:
-    result = bf.Trainer(
+    result = bf.trainer.Trainer(
         job_of(folder, augment=False),
         bf.Settings(micro_batch_size=9),
         device="cpu",

@@ -44,9 +44,9 @@ def classify(file: Path, model: Path, **options: Any) -> bf.Job:
 
 
 def train(job: bf.Job, **options: Any) -> Any:
-    job = replace(job, optimizer=bf.named_optimizer("adamw", learning_rate=5e-3))
+    job = replace(job, optimizer=bf.optimizers.named_optimizer("adamw", learning_rate=5e-3))
     settings = bf.Settings(micro_batch_size=6, gradient_accumulation_steps=2)
-    return bf.Trainer(job, settings, device="cpu", show_progress=False, **options).fit()
+    return bf.trainer.Trainer(job, settings, device="cpu", show_progress=False, **options).fit()
 
 
 @pytest.mark.filterwarnings("ignore:.*start from random weights")
@@ -63,7 +63,7 @@ def test_several_labels_are_learned_and_a_pipeline_infers_their_probabilities(
 
     infer = transformers.pipeline("text-classification", str(save_pretrained(tmp_path / "run")), top_k=None)
     model = job.model()  # type: ignore[operator]
-    bf.load_weights(model, tmp_path / "run")
+    bf.trainer.load_weights(model, tmp_path / "run")
     texts = ("a good bad film", "a bad film")
     with torch.no_grad():
         expected = [

@@ -64,8 +64,8 @@ def data_of(job: bf.Job) -> Data:
 def test_a_pretrained_model_learns_a_table_and_says_its_classes(tmp_path: Path, bert: Path) -> None:
     job = classify(write_reviews(tmp_path / "reviews.csv"), bert)
     run = tmp_path / "run"
-    job = replace(job, optimizer=bf.named_optimizer("adamw", learning_rate=1e-2))
-    trainer = bf.Trainer(
+    job = replace(job, optimizer=bf.optimizers.named_optimizer("adamw", learning_rate=1e-2))
+    trainer = bf.trainer.Trainer(
         job, bf.Settings(micro_batch_size=12), device="cpu", epochs=12, run_dir=run, show_progress=False
     )
     with NEW_HEAD:
@@ -411,7 +411,7 @@ def test_a_language_model_of_a_directory_learns_and_is_as_planned(tmp_path: Path
     (tmp_path / "a.txt").write_text("the quick brown fox " * 100)
     job = language_model(tmp_path / "a.txt", model=llama, tokenizer="bytes", sequence_length=32)
     plan = bf.plan(job, device="cpu", global_batch_size=8, micro_batch_size=4)
-    result = bf.Trainer(job, plan, epochs=1, show_progress=False).fit()
+    result = bf.trainer.Trainer(job, plan, epochs=1, show_progress=False).fit()
     assert result.validations[-1].loss < result.steps[0].loss
     assert result.measured_peak_allocated_bytes == pytest.approx(plan.predicted_peak_allocated_bytes, rel=0.02)
 

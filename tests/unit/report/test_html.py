@@ -101,9 +101,9 @@ def results() -> dict[str, PrintedResult]:
         "gpus": bf.gpus(hostile, global_batch_size=8, devices=["T4", "A100-40GB"]),
         "training": bf.fit(hostile, plan, steps=4, show_progress=False)[0],
         "one step": bf.fit(hostile, plan, steps=1, show_progress=False)[0],
-        "check": bf.check_plan(hostile, plan),
+        "check": plan.check(hostile),
         "equivalence": bf.verify(hostile, plan),
-        "export": bf.export(hostile, plan, "accelerate"),
+        "export": plan.export(hostile, "accelerate"),
     }
 
 

@@ -188,7 +188,7 @@ def test_a_whole_plan_holds_for_a_compiled_model() -> None:
     assert plan.settings.changed
     for wrap in (compiled, lambda model: nn.Sequential(*map(compiled, model))):
         model = wrap(copy.deepcopy(plain))
-        assert bf.check_plan(job(model), plan).fits
+        assert plan.check(job(model)).fits
         assert bf.verify(job(model), plan, "cpu").holds
         step = bf.apply(plan, job(model), model, torch.optim.SGD(model.parameters(), lr=0.1))
         reference = copy.deepcopy(plain)
@@ -228,11 +228,11 @@ def test_weights_of_a_compiled_model_are_written_and_read_without_the_wrapper(tm
         assert set(written.keys()) == set(Net().state_dict())
     plain, wrapped = Net(), compiled(with_compiled_blocks(Net()))
     for model in (plain, wrapped):
-        bf.load_weights(model, file)
+        bf.trainer.load_weights(model, file)
     assert all(map(torch.equal, plain.parameters(), wrapped.parameters()))
     save_file({f"_orig_mod.{name}": value for name, value in plain.state_dict().items()}, tmp_path / "other")
     other = Net()
-    bf.load_weights(other, tmp_path / "other")
+    bf.trainer.load_weights(other, tmp_path / "other")
     assert all(map(torch.equal, plain.parameters(), other.parameters()))
 
 

@@ -123,6 +123,6 @@ def test_the_data_thread_uses_the_gpu_that_training_uses_by_default(monkeypatch)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(torch.device(device).index))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for asked in (None, "auto", "cuda", torch.device("cuda")):
-        trainer = bf.Trainer(make_job(), bf.Settings(micro_batch_size=2), device=asked)
+        trainer = bf.trainer.Trainer(make_job(), bf.Settings(micro_batch_size=2), device=asked)
         list(read_ahead(range(2), lambda place: torch.ones(place), trainer._config.device))
     assert found == [0, 0, 0, 0]

@@ -81,7 +81,7 @@ def test_a_pinned_micro_batch_stays_as_long_as_something_else_takes_less() -> No
 def test_a_plans_file_holds_what_was_asked() -> None:
     plan = planned(
         budget=2**30,
-        precision=(bf.Precision.FP32, torch.bfloat16),
+        precision=(bf.settings.Precision.FP32, torch.bfloat16),
         chunked_loss=False,
         allow_optimizers="adafactor",
     )

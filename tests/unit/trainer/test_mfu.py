@@ -65,7 +65,7 @@ def test_the_peak_is_that_of_the_precision_and_of_a_cpu_only_if_it_was_measured(
 def test_a_run_tells_its_utilisation_beside_the_predicted_one(planned, trained):
     job, plan = planned(count=lambda batch: batch["y"].numel() * 2, counted="tokens")
     plan = replace(plan, peak_flops_per_second=1e6)
-    result = bf.Trainer(job, plan, device="cpu", epochs=2, show_progress=False).fit()
+    result = bf.trainer.Trainer(job, plan, device="cpu", epochs=2, show_progress=False).fit()
     assert [step.terms for step in result.steps] == [2 * step.samples for step in result.steps] != []
     assert all(step.mfu is not None for step in result.steps)
     flops = plan.model_flops / 32 * result.samples_per_second
@@ -79,7 +79,7 @@ def test_a_run_tells_its_utilisation_beside_the_predicted_one(planned, trained):
 def test_a_run_shows_samples_per_second_and_what_its_job_counts_if_that_is_another_rate(planned):
     def shown(**fields):
         job, plan = planned(**fields)
-        result = bf.Trainer(job, plan, device="cpu", epochs=2, show_progress=False).fit()
+        result = bf.trainer.Trainer(job, plan, device="cpu", epochs=2, show_progress=False).fit()
         (line,) = (line for line in training_text(result).splitlines() if "throughput" in line)
         return line
 

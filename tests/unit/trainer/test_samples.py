@@ -47,7 +47,7 @@ def job(**changes: Any) -> bf.Job:
 
 
 def fit(which: bf.Job, **options: Any) -> bf.TrainingResult:
-    return bf.Trainer(which, SETTINGS, device="cpu", show_progress=False, **options).fit()
+    return bf.trainer.Trainer(which, SETTINGS, device="cpu", show_progress=False, **options).fit()
 
 
 def test_samples_are_told_the_global_batch_size_and_may_end_with_a_smaller_batch() -> None:
@@ -111,7 +111,7 @@ def test_weights_are_loaded_to_train_but_not_to_predict(tmp_path: Path) -> None:
     with_weights = job(weights=load)
     bf.estimate(with_weights, device="cpu")
     assert not loaded
-    trainer = bf.Trainer(
+    trainer = bf.trainer.Trainer(
         with_weights, SETTINGS, device="cpu", steps=1, max_gradient_norm=1e-9, show_progress=False
     )
     trainer.fit()
@@ -134,4 +134,4 @@ def test_what_a_job_says_about_itself_is_beside_its_weights_and_guards_resuming(
 
 def test_what_cannot_be_written_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match="JSON"):
-        bf.Trainer(job(about={"device": torch.device("cpu")}), SETTINGS)
+        bf.trainer.Trainer(job(about={"device": torch.device("cpu")}), SETTINGS)

@@ -24,19 +24,19 @@ def job() -> bf.Job:
     )
 
 
-class Rates(bf.Callback):
+class Rates(bf.trainer.Callback):
     """The rate that each step was taken with is that before it."""
 
     def __init__(self) -> None:
         self.after: list[float] = []
 
-    def on_step(self, trainer: bf.Trainer, record: object) -> None:
+    def on_step(self, trainer: bf.trainer.Trainer, record: object) -> None:
         self.after.append(trainer.optimizer.param_groups[0]["lr"])
 
 
-def rates(schedule: bf.Schedule, **options: object) -> list[float]:
+def rates(schedule: bf.trainer.Schedule, **options: object) -> list[float]:
     seen = Rates()
-    bf.Trainer(
+    bf.trainer.Trainer(
         job(),
         bf.Settings(micro_batch_size=1),
         schedule=schedule,
@@ -48,10 +48,10 @@ def rates(schedule: bf.Schedule, **options: object) -> list[float]:
 
 
 def test_a_rate_rises_in_a_straight_line_and_falls_to_nothing() -> None:
-    assert rates(bf.Schedule("linear", 0.4)) == pytest.approx(
+    assert rates(bf.trainer.Schedule("linear", 0.4)) == pytest.approx(
         [0.5 * part for part in (2 / 5, 3 / 5, 4 / 5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0)]
     )
-    cosine = [bf.Schedule("cosine").factor(step, 4) for step in range(5)]
+    cosine = [bf.trainer.Schedule("cosine").factor(step, 4) for step in range(5)]
     assert cosine == pytest.approx([1, 0.8535533906, 0.5, 0.1464466094, 0])
 
 
@@ -59,19 +59,19 @@ def test_a_rate_rises_in_a_straight_line_and_falls_to_nothing() -> None:
 def test_no_step_of_a_run_is_taken_at_rate_nought(name: str) -> None:
     for steps in (1, 2, 7, 100):
         for warmup in (0.0, 0.1, 0.5, 0.99):
-            assert all(0 < bf.Schedule(name, warmup).factor(step, steps) <= 1 for step in range(steps))
+            assert all(0 < bf.trainer.Schedule(name, warmup).factor(step, steps) <= 1 for step in range(steps))
 
 
 def test_a_resumed_run_goes_on_with_the_rate_it_had(tmp_path: Path) -> None:
-    schedule = bf.Schedule("cosine", 0.2)
+    schedule = bf.trainer.Schedule("cosine", 0.2)
     whole = rates(schedule, epochs=2)
 
-    class Stop(bf.Callback):
-        def on_step(self, trainer: bf.Trainer, record: object) -> None:
+    class Stop(bf.trainer.Callback):
+        def on_step(self, trainer: bf.trainer.Trainer, record: object) -> None:
             trainer.stop()
 
     settings = bf.Settings(micro_batch_size=1)
-    bf.Trainer(
+    bf.trainer.Trainer(
         job(),
         settings,
         schedule=schedule,
@@ -85,24 +85,24 @@ def test_a_resumed_run_goes_on_with_the_rate_it_had(tmp_path: Path) -> None:
 
 def test_unknown_names_and_runs_of_unknown_length_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="cosine"):
-        bf.Schedule("cosin")
+        bf.trainer.Schedule("cosin")
     with pytest.raises(UsageError, match="below 1"):
-        bf.Schedule("linear", 1.0)
+        bf.trainer.Schedule("linear", 1.0)
 
     class Endless:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter([torch.ones(1, 2)])
 
     with pytest.raises(UsageError, match="Set `steps`"):
-        rates(bf.Schedule("linear"), data=bf.Data(train=Endless()))
+        rates(bf.trainer.Schedule("linear"), data=bf.Data(train=Endless()))
 
 
 def test_each_step_is_recorded_with_the_rate_it_was_taken_with() -> None:
     seen = Rates()
-    trainer = bf.Trainer(
+    trainer = bf.trainer.Trainer(
         job(),
         bf.Settings(micro_batch_size=1),
-        schedule=bf.Schedule("linear", 0.4),
+        schedule=bf.trainer.Schedule("linear", 0.4),
         callbacks=[seen],
         epochs=1,
         show_progress=False,
@@ -125,7 +125,7 @@ def test_an_optimizer_that_has_no_rate_of_its_own_is_trained_with() -> None:
                 for parameter in group["params"]:
                     parameter.data.add_(parameter.grad, alpha=-group["own"])
 
-    result = bf.Trainer(
+    result = bf.trainer.Trainer(
         replace(job(), optimizer=Unrated), bf.Settings(micro_batch_size=1), steps=2, show_progress=False
     ).fit()
     assert [step.learning_rate for step in result.steps] == [None, None]

@@ -44,8 +44,8 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
         if missing or isinstance(callback, type):
             lack = "is not an instance" if isinstance(callback, type) else f"has no {missing[0]}"
             raise UsageError(
-                f"callbacks has a {type(callback).__name__}, which {lack}. Derive from brimful.Callback, "
-                "override on_step(trainer, record), on_validation(trainer, record) or on_end(trainer, result), "
-                "and give an instance."
+                f"callbacks has a {type(callback).__name__}, which {lack}. Derive from "
+                "brimful.trainer.Callback, override on_step(trainer, record), on_validation(trainer, record), "
+                "or on_end(trainer, result), and give an instance."
             )
     return given
