@@ -34,7 +34,7 @@ from brimful.report.documents import estimate_document, gpus_document
 from helpers.calibrated import calibrated
 from helpers.models import GPT, ResNet, UNet
 from helpers.planned_jobs import image_job, language_job, vector_job
-from plan.speed_jobs import llama, llama_lora, unet
+from plan.speed_jobs import detr, llama, llama_lora, unet
 
 Request = Callable[[], Any]
 
@@ -162,6 +162,62 @@ REQUESTS: dict[str, Request] = {
     "nn.TransformerEncoder": plan(
         lambda: zoo("nn.TransformerEncoder"), "RTX 3060", global_batch_size=64, budget="70%"
     ),
+    "bert-large whole, 4 GiB": plan(bert(24), "RTX 3090", global_batch_size=32, budget="4GiB"),
+    "llama-3.2 whole": plan(
+        lambda: bf.find_architecture("llama-3.2-1b", sequence_length=2048), "RTX 3090", global_batch_size=16
+    ),
+    "llama-3.2 whole, bf16": plan(
+        lambda: bf.find_architecture("llama-3.2-1b", sequence_length=2048),
+        "RTX 3090",
+        global_batch_size=16,
+        precision="bf16",
+    ),
+    "llama-3.2 4, 8 GiB": plan(
+        lambda: bf.find_architecture("llama-3.2-1b", num_hidden_layers=4),
+        "RTX 4090",
+        global_batch_size=8,
+        budget="8GiB",
+    ),
+    "llama 24, adafactor in backward": plan(
+        lambda: llama(24),
+        "RTX 3060",
+        global_batch_size=16,
+        budget="3GiB",
+        optimizer="adafactor",
+        optimizer_in_backward=True,
+    ),
+    "vit-large": plan(lambda: bf.find_architecture("vit-large"), "RTX 3060", global_batch_size=64),
+    "detr": plan(detr, "RTX 3060", global_batch_size=16),
+    "lora 6, bf16": plan(
+        lambda: llama_lora(6), "RTX 4090", global_batch_size=16, budget="5GiB", precision="bf16"
+    ),
+    **{
+        f"bert 6, {budget}, {precision}": plan(
+            bert(6), "RTX 4090", global_batch_size=16, budget=budget, precision=precision
+        )
+        for budget, precision in (("2500MiB", "fp32"), ("4GiB", "fp16"), ("6GiB", "bf16"), ("1900MiB", "bf16"))
+    },
+    **{
+        f"gpt of the tests, {budget}": plan(
+            lambda: language_job(lambda: GPT(layers=8, width=128)),
+            "RTX 3060",
+            global_batch_size=64,
+            budget=budget,
+        )
+        for budget in ("700MiB", "500MiB", "420MiB", "380MiB")
+    },
+    **{
+        f"uneven blocks, {budget}": plan(
+            lambda: vector_job(Uneven, 64, 256), "RTX 3060", global_batch_size=4096, budget=budget
+        )
+        for budget in ("1GiB", "600MiB", "450MiB")
+    },
+    **{
+        f"resnet-50, {budget}": plan(
+            lambda: bf.find_architecture("resnet50"), "RTX 3060", global_batch_size=64, budget=budget
+        )
+        for budget in ("8GiB", "4GiB")
+    },
     "gpus, bert 6": gpus(bert(6), global_batch_size=16),
     "gpus, bert 5 in bf16": gpus(bert(5), global_batch_size=8, precision="bf16", optimizer="adafactor"),
     "gpus, llama 6": gpus(lambda: llama(6), global_batch_size=4),

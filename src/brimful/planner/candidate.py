@@ -20,9 +20,10 @@ from brimful.memory import AllocatorSettings, replay_allocations
 from brimful.planner.cached_method import cached_method
 from brimful.planner.problem.build import NESTED
 from brimful.planner.solutions import Solutions, time_uncertainty
-from brimful.prediction.estimate import Estimate, estimate_unlimited
+from brimful.prediction.estimate import DevicePeak, Estimate, device_peak, estimate_unlimited
 from brimful.prediction.estimator import Capture
 from brimful.settings import Action, Settings
+from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
 MOST_RESERVED_FRACTION = 0.3
@@ -34,7 +35,7 @@ MOST_SOLVER_EXCESS_FRACTION = 0.05
 plans of five models, 0.024 (BERT-large). A choice that is over the budget even so is not replayed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Expected:
     """The fastest choice of a candidate that is expected to fit; only its capture decides."""
 
@@ -44,6 +45,11 @@ class Expected:
     settings: Settings
     seconds: float
     reserved_bytes: int
+
+    @cached_property
+    def device_peak(self) -> DevicePeak:
+        """What its capture is expected to take, CUDA context included."""
+        return self.candidate.expected_device_peak(self.level)
 
     @property
     def seconds_at_best(self) -> float:
@@ -104,6 +110,15 @@ class Candidate:
             return None
         return self._expected_at(len(self.solutions.levels) - 1)
 
+    def expected_device_peak(self, level: int) -> DevicePeak:
+        """What the choice at a level is expected to take; from a capture only if splicing cannot predict it."""
+        choice = self.solutions.solution_at(self.solutions.levels[level]).choice
+        trace = self._expected_trace(choice)
+        if trace is None:
+            return self._captured(choice).device_peak
+        trace = replace(trace, settings=self._settings_of(choice))
+        return device_peak(trace.with_last_step_again(), self.solutions.device)
+
     def captured_from(self, level: int, budget_bytes: int) -> Estimate | None:
         """A capture of the highest level's choice, from `level` downwards, that truly is within the budget.
 
@@ -113,13 +128,33 @@ class Candidate:
         lower = (each for each in reversed(levels[:level]) if self._is_expected_to_fit(each, budget_bytes))
         return self._first_captured(chain([levels[level]], lower), budget_bytes)
 
-    def nested_within(self, budget_bytes: int) -> Estimate | None:
-        """The fastest nested segments within the budget, all captured; None as for `captured_from`."""
-        levels = self.solutions.nested_levels
+    def nested_within(self, budget_bytes: int, below_seconds: float) -> Estimate | None:
+        """A capture of the fastest nested segments within the budget; None as for `captured_from`.
+
+        Only those are captured that may take less than `below_seconds`. The highest level is sought whose
+        choice reserves no more than the budget. It is expected to reserve as much beyond its peak as the last
+        one captured does, and at first as much as recomputing every unit does. Between a level that fits and
+        one that does not, it is sought by bisection.
+        """
+        best: Estimate | None = None
+        solutions = self.solutions
+        chosen = [solutions.solution_at(each) for each in solutions.nested_levels]
+        chosen = [each for each in chosen if solutions.at_best(each) < below_seconds]
+        beyond_bytes = self.reserved_at_smallest_peak() - solutions.smallest_peak_bytes
+        is_bisected = False
         with self._noting_failures():
-            fitting = levels[: self._count_expected(levels, budget_bytes)]
-            return self._first_captured(reversed(fitting), budget_bytes)
-        return None
+            while chosen:
+                peaks = [each.peak_bytes for each in chosen]
+                expected = max(bisect_right(peaks, budget_bytes - beyond_bytes) - 1, 0)
+                place = len(chosen) // 2 if is_bisected else expected
+                captured = self._captured(chosen[place].choice)
+                reserved_bytes = captured.predicted_peak_reserved_bytes
+                beyond_bytes = reserved_bytes - peaks[place]
+                if reserved_bytes <= budget_bytes:
+                    best, chosen = captured, chosen[place + 1 :]
+                else:
+                    is_bisected, chosen = best is not None, chosen[:place]
+        return best
 
     def smallest(self) -> tuple[Estimate, ...]:
         """Captures of the choices with the smallest peaks: without nested segments, and with them.
@@ -183,13 +218,18 @@ class Candidate:
     @cached_method
     def _reserved_bytes(self, choice: tuple[int, ...]) -> int:
         """Expected reserved bytes of a choice; from a capture only if splicing cannot predict them."""
-        solutions, allocator = self.solutions, AllocatorSettings.of(self.settings)
-        if not any(choice):
-            return replay_allocations(solutions.kept, allocator=allocator).peak_reserved_bytes
-        if NESTED in choice or not solutions.splicer.can_splice():
+        trace = self._expected_trace(choice)
+        if trace is None:
             return self._captured(choice).predicted_peak_reserved_bytes
-        spliced = solutions.splicer.spliced(solutions.problem.chosen(choice))
-        return replay_allocations(spliced, allocator=allocator).peak_reserved_bytes
+        return replay_allocations(trace, allocator=AllocatorSettings.of(self.settings)).peak_reserved_bytes
+
+    def _expected_trace(self, choice: tuple[int, ...]) -> Trace | None:
+        """The step of a choice without information about time; None if splicing cannot make it."""
+        if not any(choice):
+            return self.solutions.kept
+        if NESTED in choice or not self.solutions.splicer.can_splice():
+            return None
+        return self.solutions.splicer.spliced(self.solutions.problem.chosen(choice))
 
     @contextmanager
     def _noting_failures(self) -> Iterator[None]:

@@ -31,10 +31,22 @@ def fastest_within(candidates: Sequence[Candidate], budget_bytes: int) -> list[E
     best = _least_seconds(found)
     nested = [(each.solutions.nested_step_seconds(budget_bytes, best), each) for each in candidates]
     for seconds, each in sorted(nested, key=itemgetter(0)):
-        if each.solutions.seconds_at_best(seconds) < _least_seconds(found):
-            captured = each.nested_within(budget_bytes)
+        least_seconds = _least_seconds(found)
+        if each.solutions.seconds_at_best(seconds) < least_seconds:
+            captured = each.nested_within(budget_bytes, least_seconds)
             found += [captured] if captured else []
     return by_time(found)
+
+
+def expected_fastest(candidates: Sequence[Candidate], budget_bytes: int) -> Expected | None:
+    """The fastest of all choices that are expected to fit, without nested segments; None if there is none."""
+    best: Expected | None = None
+    for expected in by_least_time(candidates, budget_bytes):
+        if best is not None and expected.seconds_at_best >= best.seconds:
+            break
+        if best is None or expected.seconds < best.seconds:
+            best = expected
+    return best
 
 
 def with_less_offloading(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from brimful.planner.request import Request
-from brimful.prediction.estimate import Estimate
+from brimful.prediction.estimate import DevicePeak, Estimate
 from brimful.prediction.exceedance import bytes_at_probability, exceedance_probability
 
 
@@ -14,20 +14,20 @@ def with_headroom(request: Request, baseline: Estimate) -> Request:
 
     The baseline is that without a plan, wherever it fits. The limit of the request stays.
     """
-    needed_bytes = bytes_at_probability(baseline, request.device.kind, request.asked.max_exceedance)
+    needed_bytes = bytes_at_probability(baseline.device_peak, request.device.kind, request.asked.max_exceedance)
     headroom = needed_bytes / max(baseline.predicted_peak_device_bytes, 1)
     budget_bytes = min(int(limit_of(request) / headroom), request.budget_bytes)
     return replace(request, budget_bytes=budget_bytes, limit_bytes=limit_of(request))
 
 
-def bytes_over(estimate: Estimate, request: Request, probability: float) -> int:
+def bytes_over(peak: DevicePeak, request: Request, probability: float) -> int:
     """Bytes by which the limit of a request is too low for a choice to exceed it with at most a probability."""
-    return bytes_at_probability(estimate, request.device.kind, probability) - limit_of(request)
+    return bytes_at_probability(peak, request.device.kind, probability) - limit_of(request)
 
 
 def exceedance_of(estimate: Estimate, request: Request) -> float:
     """The probability that a choice exceeds the limit of a request."""
-    return exceedance_probability(estimate, request.device.kind, limit_of(request))
+    return exceedance_probability(estimate.device_peak, request.device.kind, limit_of(request))
 
 
 def limit_of(request: Request) -> int:

@@ -23,7 +23,7 @@ from brimful.planner.candidates import SearchSpace
 from brimful.planner.explain.alternatives import alternatives, baseline_alternative, budget_curve
 from brimful.planner.explain.infeasible import nothing_fits
 from brimful.planner.explain.notes import notes_for, what_safety_costs
-from brimful.planner.fastest import by_time, fastest_within, with_less_offloading
+from brimful.planner.fastest import by_time, expected_fastest, fastest_within, with_less_offloading
 from brimful.planner.floor import step_over_floor
 from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
 from brimful.planner.plan import Plan, PlanStatus
@@ -73,19 +73,35 @@ def _found(candidates: Sequence[Candidate], request: Request, exceedance: float)
     limit is lowered until the choice has enough. A simpler choice is sought only below a limit at which the
     fastest has enough.
     """
-    limit_bytes = request.reserved_budget_bytes
+    limit_bytes = _expected_limit(candidates, request, exceedance)
     for _ in range(MOST_ROUNDS):
         found = fastest_within(candidates, limit_bytes)
         if not found:
             return []
-        over_bytes = bytes_over(found[0], request, exceedance)
+        over_bytes = bytes_over(found[0].device_peak, request, exceedance)
         if over_bytes <= 0:
             found = _simplest_of(candidates, found, request, limit_bytes)
-            over_bytes = bytes_over(found[0], request, exceedance)
+            over_bytes = bytes_over(found[0].device_peak, request, exceedance)
             if over_bytes <= 0:
                 return found
         limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []
+
+
+def _expected_limit(candidates: Sequence[Candidate], request: Request, exceedance: float) -> int:
+    """Reserved bytes at which the fastest choice is expected to have the headroom that it needs.
+
+    It is found without captures, in the rounds of `_found`.
+    """
+    limit_bytes = request.reserved_budget_bytes
+    for _ in range(MOST_ROUNDS):
+        best = expected_fastest(candidates, limit_bytes)
+        over_bytes = 0 if best is None else bytes_over(best.device_peak, request, exceedance)
+        if best is None or over_bytes <= 0:
+            break
+        reserved_bytes = best.device_peak.likely_bytes - request.device.context_bytes
+        limit_bytes = min(limit_bytes, reserved_bytes - over_bytes)
+    return limit_bytes
 
 
 def _simplest_of(

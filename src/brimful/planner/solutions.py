@@ -120,6 +120,10 @@ class Solutions:
         """The least time that a capture may have whose time is predicted from the two captures."""
         return seconds * (1 - time_uncertainty(self.settings, offloads=self.problem.offloads))
 
+    def at_best(self, solution: Solution) -> float:
+        """The least time that a capture of a choice may have."""
+        return self.seconds_at_best(self.seconds_at_cost(solution.seconds))
+
     def seconds_at_cost(self, cost_seconds: float) -> float:
         """Predicted seconds of a step, given what a choice costs in each micro-batch."""
         return self.kept_seconds + cost_seconds * self.settings.gradient_accumulation_steps

@@ -183,9 +183,25 @@ class Estimate(PrintedResult):
         return (*self.uncertain_ops, *(f"the speed of {dtype}, priced as float32" for dtype in dtypes))
 
     @property
+    def device_peak(self) -> DevicePeak:
+        """The peak and the upper end of its interval, CUDA context included."""
+        most_bytes = self.predicted_device_interval_bytes[1]
+        return DevicePeak(self.predicted_peak_device_bytes, most_bytes, bool(self.uncertain_ops))
+
+    @property
     def predicted_samples_per_second(self) -> float:
         """Samples of the global batch per second of step time."""
         return self.settings.global_batch_size / self.predicted_step_seconds
+
+
+class DevicePeak(NamedTuple):
+    """What a step takes on its device, CUDA context included."""
+
+    likely_bytes: int
+    most_bytes: int
+    """The upper end of the interval."""
+    is_uncertain: bool
+    """Whether anything is uncertain about the step."""
 
 
 class Extremes(NamedTuple):
@@ -312,6 +328,16 @@ def _estimate(
 def estimate_unlimited(trace: Trace, device: Device) -> Estimate:
     """Predict the traced step on a device where the allocator never has to release its cache."""
     return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES, seeks_smallest_capacity=False)
+
+
+def device_peak(trace: Trace, device: Device) -> DevicePeak:
+    """The memory of `estimate_unlimited`, for a trace that has no information about time."""
+    memory = predict_memory(trace, capacity_bytes=NO_LIMIT_BYTES)
+    return DevicePeak(
+        likely_bytes=memory.peak_reserved_bytes + device.context_bytes,
+        most_bytes=_interval(trace, device, memory, surviving_bytes=None)[1],
+        is_uncertain=bool((*trace.uncertain_ops, *_of_compiled_code(trace), *_of_device(device))),
+    )
 
 
 def _smallest_surviving(trace: Trace, allocator: AllocatorSettings | None, memory: MemoryPrediction) -> int:

@@ -1,4 +1,4 @@
-"""An estimate and a limit → the probability that the measured peak exceeds it.
+"""A predicted peak and a limit → the probability that the measured peak exceeds it.
 
 The distribution is that of past predictions, `data/peak_excess.csv`: how far measured peaks exceeded what was
 predicted. On a GPU the excess is relative to the distance from the prediction to the upper end of its interval,
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Literal
 
 from brimful.devices.data_rows import read_rows
-from brimful.prediction.estimate import Estimate
+from brimful.prediction.estimate import DevicePeak
 
 DEFAULT_PROBABILITY = 0.01
 """Probability of exceeding the budget that a plan may have, unless asked otherwise. A choice."""
@@ -53,26 +53,25 @@ class ExcessDistribution:
         return last + self.tail_mean * math.log(at_last / probability)
 
 
-def exceedance_probability(estimate: Estimate, kind: Literal["cuda", "cpu"], limit_bytes: int) -> float:
+def exceedance_probability(peak: DevicePeak, kind: Literal["cuda", "cpu"], limit_bytes: int) -> float:
     """The probability that the peak of a step on its device exceeds a limit, CUDA context included."""
-    distribution, scale_bytes = _of(estimate, kind)
-    over_bytes = limit_bytes - estimate.predicted_peak_device_bytes
+    distribution, scale_bytes = _of(peak, kind)
+    over_bytes = limit_bytes - peak.likely_bytes
     return distribution.above(over_bytes / scale_bytes)
 
 
-def bytes_at_probability(estimate: Estimate, kind: Literal["cuda", "cpu"], probability: float) -> int:
+def bytes_at_probability(peak: DevicePeak, kind: Literal["cuda", "cpu"], probability: float) -> int:
     """The least limit, CUDA context included, that a step exceeds with at most a probability above 0."""
-    distribution, scale_bytes = _of(estimate, kind)
+    distribution, scale_bytes = _of(peak, kind)
     excess_bytes = math.ceil(distribution.exceeded_with(probability) * scale_bytes)
-    return estimate.predicted_peak_device_bytes + excess_bytes
+    return peak.likely_bytes + excess_bytes
 
 
-def _of(estimate: Estimate, kind: Literal["cuda", "cpu"]) -> tuple[ExcessDistribution, int]:
-    """The distribution of an estimate's excess, and the bytes of an excess of 1."""
-    likely_bytes = estimate.predicted_peak_device_bytes
+def _of(peak: DevicePeak, kind: Literal["cuda", "cpu"]) -> tuple[ExcessDistribution, int]:
+    """The distribution of a predicted peak's excess, and the bytes of an excess of 1."""
     if kind == "cuda":
-        return excess_distribution("cuda"), max(estimate.predicted_device_interval_bytes[1] - likely_bytes, 1)
-    return excess_distribution("cpu uncertain" if estimate.uncertain_ops else "cpu"), max(likely_bytes, 1)
+        return excess_distribution("cuda"), max(peak.most_bytes - peak.likely_bytes, 1)
+    return excess_distribution("cpu uncertain" if peak.is_uncertain else "cpu"), max(peak.likely_bytes, 1)
 
 
 @cache

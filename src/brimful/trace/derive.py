@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -144,14 +145,14 @@ class Counterparts:
         self._ops = _counterparts(
             _op_keys(trace),
             _op_keys(kept.small),
-            [(_op_key(op)[1:], op.extents) for op in kept.large.ops],
+            [_op_key(op)[1:] for op in kept.large.ops],
             constant=frozenset(copies),
         )
         self._storages = _counterparts(
             list(_storage_keys(trace)),
             list(_storage_keys(kept.small)),
             [(storage.size_bytes, storage.most_bytes, storage.kernel) for storage in kept.large.storages],
-            constant=frozenset((copy[0], copy[-1], None, None, copy) for copy in copies),
+            constant=frozenset((copy.name, copy.written_bytes, None, None, copy) for copy in copies),
         )
 
     def at(self, micro_batch_size: int) -> Trace | None:
@@ -181,14 +182,24 @@ class Counterparts:
         return replace(self._trace, settings=settings, ops=tuple(ops), storages=tuple(storages))
 
 
-def _op_key(op: Op) -> tuple[str, int, int, int]:
-    return op.name, op.flops, op.read_bytes, op.written_bytes
+class _OpKey(NamedTuple):
+    """The work of an op: ops with the same at one size have the same at another, almost always."""
+
+    name: str
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    extents: tuple[int, ...]
+
+
+def _op_key(op: Op) -> _OpKey:
+    return _OpKey(op.name, op.flops, op.read_bytes, op.written_bytes, op.extents)
 
 
 def _op_keys(trace: Trace) -> list[_Keys]:
-    """For each op its key, and a finer key that has its problem size and place in its module too.
+    """For each op its key, and a finer key that has its place in its module too.
 
-    Products of several shapes may have the same work at one size. But what the model runs between its modules
+    What differs in what it runs may have the same work at one size. But what the model runs between its modules
     does not belong to the same one when it is recomputed.
     """
     keys: list[_Keys] = []
@@ -196,8 +207,8 @@ def _op_keys(trace: Trace) -> list[_Keys]:
     for op in trace.ops:
         key = _op_key(op)
         is_backward = op.phase is Phase.BACKWARD and not op.recomputed
-        run = key, op.module, op.extents, op.phase, op.recomputed, op.micro_batch, op.step
-        keys.append((key, (key, op.module, op.extents, is_backward, before[run])))
+        run = key, op.module, op.phase, op.recomputed, op.micro_batch, op.step
+        keys.append((key, (key, op.module, is_backward, before[run])))
         before[run] += 1
     return keys
 
@@ -218,13 +229,13 @@ def _storage_keys(trace: Trace) -> Iterator[_Keys]:
 _COPY = "aten.clone.default"
 
 
-def _copies_of_buffers(kept: TraceLine) -> set[tuple[str, int, int, int]]:
+def _copies_of_buffers(kept: TraceLine) -> set[_OpKey]:
     """Keys of ops that copy what is there before training and has one size in all micro-batches."""
     storages = zip(kept.small.storages, kept.large.storages, strict=True)
     sizes = {
         a.size_bytes for a, b in storages if a.category is Category.PARAMETERS and a.size_bytes == b.size_bytes
     }
-    return {(_COPY, 0, size_bytes, size_bytes) for size_bytes in sizes}
+    return {_OpKey(_COPY, 0, size_bytes, size_bytes, ()) for size_bytes in sizes}
 
 
 _CONSTANT = -1

@@ -130,7 +130,7 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[Can
     wanted = min(permitted, DEFAULT_PROBABILITY)
     if probability <= wanted:
         return
-    needed_bytes = bytes_at_probability(best, request.device.kind, wanted)
+    needed_bytes = bytes_at_probability(best.device_peak, request.device.kind, wanted)
     unsure = (
         "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
         if request.device.kind == "cuda"
