@@ -386,7 +386,7 @@ def _fastest_format(
         try:
             traces.append(capture(replace(settings, memory_format=other)))
         except (CaptureError, UsageError) as error:
-            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=6)
+            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=8)
     fastest = min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
     return fastest.settings.memory_format
 

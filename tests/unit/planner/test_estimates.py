@@ -166,6 +166,13 @@ def test_an_estimate_from_elsewhere_says_that_it_predicts_no_other_size() -> Non
         bf.estimate(wide_job(), DEVICE, micro_batch_size="biggest")  # type: ignore[arg-type]
 
 
+def test_other_sizes_leave_random_numbers_as_they_are() -> None:
+    estimate = bf.estimate(wide_job(), DEVICE, micro_batch_size=2)
+    before = torch.get_rng_state()
+    estimate.at(5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_size_that_fits_is_asked_with_everything_else(tmp_path: Path) -> None:
     found = bf.estimate(
         wide_job(),
