@@ -49,9 +49,14 @@ class SearchSpace:
         can_expand = request.asked.expandable_segments and request.device.kind == "cuda"
         if can_expand and self._is_limited_by_memory(found):
             found += [each.with_expandable_segments() for each in found]
-        if request.may_offload_optimizer and self._may_gain_on_host(found):
-            found += self._with_offloaded_optimizer(found)
-        return found
+        return found + (self.with_optimizer_on_host(found) if self._may_gain_on_host(found) else [])
+
+    def with_optimizer_on_host(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates with the optimizer on the host; none if that is not permitted, or was done already."""
+        is_done = any(each.settings.offload_optimizer for each in candidates)
+        if is_done or not self._request.may_offload_optimizer:
+            return []
+        return self._with_offloaded_optimizer(candidates)
 
     def _is_limited_by_memory(self, candidates: Sequence[Candidate]) -> bool:
         """Whether taking less memory could make the best plan faster, or there is no plan.
@@ -76,6 +81,8 @@ class SearchSpace:
         equal plans is chosen, it must gain enough to be distinguished.
         """
         request, budget_bytes = self._request, self._request.reserved_budget_bytes
+        if not request.may_offload_optimizer:
+            return False
         expected = next(by_least_time(candidates, budget_bytes), None)
         if expected is None:
             return True

@@ -35,6 +35,10 @@ from brimful.settings import Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
+HIGHER_PROBABILITIES = (0.03, 0.1, 0.3, 1.0)
+"""Of exceeding the budget, where no choice does so as rarely as is permitted: the least that one has decides. A
+choice."""
+
 MOST_ROUNDS = 4
 """Budgets that are searched for a choice with enough headroom; two are enough for nearly all jobs."""
 
@@ -53,8 +57,12 @@ def search(capture: Capture, request: Request) -> Plan:
     notes: list[str] = []
     if small := step_over_floor(capture, request, trace):
         raise nothing_fits(capture, request, small, trace, baseline, notes, is_searched=False)
-    candidates = SearchSpace(capture, with_headroom(request, baseline), trace, notes).candidates()
-    found = _found(candidates, request, request.asked.max_exceedance) or _found(candidates, request, 1.0)
+    space = SearchSpace(capture, with_headroom(request, baseline), trace, notes)
+    candidates = space.candidates()
+    found = _found(candidates, request, request.asked.max_exceedance)
+    if not found:
+        candidates += space.with_optimizer_on_host(candidates)
+        found = _safest(candidates, request)
     if found:
         notes += what_safety_costs(found[0], candidates, request)
     else:
@@ -64,6 +72,13 @@ def search(capture: Capture, request: Request) -> Plan:
             least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
             raise nothing_fits(capture, request, least, trace, baseline, notes)
     return _plan(request, trace, baseline, candidates, found, notes)
+
+
+def _safest(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:
+    """The choice of the plan and the others captured, at the least probability that a choice within it has."""
+    asked = request.asked.max_exceedance
+    permitted = [asked, *(each for each in HIGHER_PROBABILITIES if each > asked)]
+    return next(filter(None, (_found(candidates, request, each) for each in permitted)), [])
 
 
 def _found(candidates: Sequence[Candidate], request: Request, exceedance: float) -> list[Estimate]:

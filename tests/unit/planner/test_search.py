@@ -369,6 +369,36 @@ def test_where_nothing_is_safe_the_fastest_within_the_budget_is_planned_and_its_
     assert "the least that any plan takes is about" in beyond(plan)
 
 
+def test_what_is_safer_is_planned_also_where_something_less_safe_is_faster() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(6)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    job = Job(
+        model=Blocks,
+        loss=lambda model, x: model(x).square().mean(),
+        batch=lambda n: torch.randn(n, 128, 512),
+        optimizer="adamw",
+    )
+    options: dict[str, Any] = {"global_batch_size": 64, "micro_batch_size": 64, "budget": "900MiB"}
+    risky = bf.plan(job, "RTX 3090", max_exceedance=1, **options)
+    on_device = bf.plan(job, "RTX 3090", offload_optimizer=False, **options)
+    safe = bf.plan(job, "RTX 3090", **options)
+    assert risky.predicted_exceedance_probability > 0.1
+    assert on_device.predicted_exceedance_probability < 0.1
+    assert safe.predicted_exceedance_probability <= 0.01
+    assert safe.settings.offload_optimizer
+    assert any("max_exceedance" in note and "faster" in note for note in safe.notes)
+
+
 def test_without_a_budget_a_plan_exceeds_the_device_with_at_most_one_percent() -> None:
     """Not only what it has less the default margin: here the whole batch would take more than that may."""
     job = find_architecture("bert-base", num_hidden_layers=2)
