@@ -54,8 +54,8 @@ class PlanOptions:
     Default: device capacity; on a GPU 5 % less, and on one of this machine of what is free now."""
     max_exceedance: float = 0.01
     """Largest probability of exceeding the budget, by how far past predictions were off; 1 permits any. Where
-    nothing is as safe, the plan is the fastest that is predicted within the budget, and a note has its
-    probability."""
+    nothing is as safe, the plan is the fastest at the least of 3, 10, 30 and 100 % that is possible, and a note
+    has its probability."""
     effort: str = "normal"
     """normal chooses the simplest of plans whose times predictions cannot distinguish: accumulation before
     recomputation before offloading. max chooses the fastest, however little faster it is."""
