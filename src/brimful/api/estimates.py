@@ -15,7 +15,7 @@ from brimful.capture import capture_step
 from brimful.capture.cache import CapturesOnDevices
 from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
-from brimful.errors import CaptureError, UnknownNameError, UsageError
+from brimful.errors import CaptureError, EquivalenceError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.random_state import undisturbed
@@ -30,9 +30,10 @@ from brimful.options import (
     parse_precision,
     parse_recompute,
 )
-from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
+from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, estimate_trace
 from brimful.prediction.untrained import untrained_notes
+from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.settings import (
@@ -269,17 +270,56 @@ def gpus(
     compared = [with_best_context(device) for device in asked]
     longest = with_longest_batch(job, global_batch_size)
     job = longest.job
+    why_whole = why_not_split(job, global_batch_size)
+    notes = longest.notes
     with CapturesOnDevices(job, compared) as captures:
-        fits = survey_gpus(
-            captures,
-            compared,
-            base,
-            splits_coupled_batches=split_batch_norm,
-            can_split=why_not_split(job, global_batch_size) is None,
-            compares_usual=base.precision is Precision.FP32,
+
+        def survey() -> tuple[GpuFit, ...]:
+            return survey_gpus(
+                captures,
+                compared,
+                base,
+                splits_coupled_batches=split_batch_norm,
+                can_split=why_whole is None,
+                compares_usual=base.precision is Precision.FP32,
+            )
+
+        fits = survey()
+        is_checked = _is_split_checked(
+            job, fits, captures(replace(base, precision=Precision.FP32), compared[0])
         )
+        if is_checked is None:
+            why_whole = _NOT_OF_PARTS
+            fits = survey()
+    if not is_checked:
+        notes = (*notes, why_whole or _NOT_CHECKED)
     priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
-    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort, notes=longest.notes)
+    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort, notes=notes)
+
+
+_NOT_OF_PARTS = (
+    "Micro-batches are not considered: the loss of a batch is not made of those of its parts, as a few samples "
+    "show. `plan` says by how much."
+)
+_NOT_CHECKED = (
+    "Micro-batches have the loss of the whole batch if it is a mean or a sum over samples, which a few samples "
+    "did not show."
+)
+
+
+def _is_split_checked(job: Job, fits: Sequence[GpuFit], baseline: Trace) -> bool | None:
+    """Whether the loss is known to be made of those of micro-batches, as `plan` checks; None if it is not.
+
+    True if none of the fits splits the batch.
+    """
+    split = (each.settings for each in fits if each.settings is not None)
+    settings = next((each for each in split if each.gradient_accumulation_steps > 1), None)
+    if settings is None:
+        return True
+    try:
+        return check_planned_split(job, settings, baseline)
+    except EquivalenceError:
+        return None
 
 
 def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:

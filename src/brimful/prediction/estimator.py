@@ -52,11 +52,13 @@ class _Line:
 class ScaledTraces:
     """Traces of one job at any micro-batch size.
 
-    Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
-    inside is computed from the scaled sizes. So two captures give every size exactly. A model may accept some
-    sizes only, such as even ones: if it fails at the two sizes and not at the one asked for, the same multiple
-    of both serves, by the least divisor of the size asked for at which both run. If the two run different ops,
-    or there is no such divisor, each size is captured separately; so is size 1.
+    Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels
+    take inside is computed from the scaled sizes. So two captures give every size exactly. Where bytes may
+    grow faster, as similarities of all samples with all do, a third one shows whether they do. A model may
+    accept some sizes only, such as even ones: if it fails at the two sizes and not at the one asked for,
+    the same multiple of both serves, by the least divisor of the size asked for at which both run. If the
+    two run different ops, bytes grow faster, or there is no such divisor, each size is captured separately;
+    so is size 1.
     """
 
     sizes = SCALED_SIZES
@@ -107,9 +109,13 @@ class ScaledTraces:
             if small.couples_samples:  # its loss is not affine in the micro-batch
                 return _Line()
             large = self._capture(at_large)
+            line = TraceLine(small, large) if small.has_same_shape_as(large) else None
+            if line is not None and line.may_bend:
+                third = self._capture(replace(key, micro_batch_size=multiple * sum(self.sizes)))
+                line = line if line.passes_through(third) else None
         except (CaptureError, BatchError):
             return _Line(fails=True)
-        return _Line(TraceLine(small, large) if small.has_same_shape_as(large) else None, multiple)
+        return _Line(line, multiple)
 
 
 class DerivedTraces(ScaledTraces):

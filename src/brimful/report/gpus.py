@@ -72,7 +72,7 @@ def _row(fit: GpuFit, *, has_usual: bool, has_prices: bool) -> str:
 def _peak_and_speed(fit: FastestFit, width: int) -> str:
     if fit.predicted_peak_device_bytes is None:
         return f"{'–':>{width}}{'does not fit':>{_SPEED}}"
-    return f"{format_bytes(fit.predicted_peak_device_bytes):>{width}}{_speed(fit):>{_SPEED}}"
+    return f"{format_bytes(fit.predicted_peak_device_bytes):>{width}}  {_speed(fit):>{_SPEED - 2}}"
 
 
 def _speed(fit: FastestFit) -> str:

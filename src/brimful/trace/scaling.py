@@ -1,6 +1,7 @@
 """Two traces of a step at different micro-batch sizes → the trace at any size.
 
-Bytes and FLOPs of an op are affine in the micro-batch as long as the ops stay the same.
+Bytes and FLOPs of an op are affine in the micro-batch as long as the ops stay the same, unless an op relates
+samples with one another.
 """
 
 from __future__ import annotations
@@ -39,6 +40,26 @@ class TraceLine:
         )
         """Indices of the storages whose bytes depend on the size."""
         self._latest: Trace | None = None
+
+    @property
+    def may_bend(self) -> bool:
+        """Whether some bytes may grow faster than the micro-batch: their line is below 0 at no samples.
+
+        Similarities of all samples with all do, which grow with its square. So do bytes of n - 1 samples, whose
+        line is exact; only a capture at a third size shows which it is.
+        """
+        at_small, at_large = self._sizes
+        pairs = ((self.small.storages[i], self.large.storages[i]) for i in self.changing_storages)
+        return any(a.size_bytes * at_large < b.size_bytes * at_small for a, b in pairs if a.kernel is None)
+
+    def passes_through(self, third: Trace) -> bool:
+        """Whether a capture at another size has the ops and bytes that the line predicts."""
+        scaled = self.at(third.settings.micro_batch_size)
+        return scaled.has_same_shape_as(third) and all(
+            a.size_bytes == b.size_bytes
+            for a, b in zip(scaled.storages, third.storages, strict=True)
+            if a.kernel is None
+        )
 
     def at(self, micro_batch_size: int) -> Trace:
         """The trace at a micro-batch size; see `Trace.at_micro_batch_size`."""

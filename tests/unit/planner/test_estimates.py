@@ -189,6 +189,29 @@ def test_the_size_that_fits_is_asked_with_everything_else(tmp_path: Path) -> Non
     assert found.at(3).settings.optimizer_in_backward
 
 
+def in_batch_job() -> bf.Job:
+    """A loss of the similarities of all samples with all, which take the square of the batch."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        embedded = model(batch)
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(batch)))
+
+    return bf.Job(
+        model=lambda: nn.Linear(64, 64), loss=loss, batch=lambda n: torch.randn(n, 64), optimizer="sgd"
+    )
+
+
+def test_bytes_that_grow_with_the_square_are_not_put_on_a_line() -> None:
+    job = in_batch_job()
+    estimate = bf.estimate(job, DEVICE, micro_batch_size=1000)
+    for size in (500, 30_000):
+        whole = bf.estimate(job, DEVICE, micro_batch_size=size)
+        assert estimate.at(size).predicted_peak_allocated_bytes == whole.predicted_peak_allocated_bytes
+    largest = bf.estimate(job, DEVICE, micro_batch_size="largest", budget="2GiB")
+    assert largest.verdict is Verdict.FITS
+    assert largest.at(largest.settings.micro_batch_size + 1).verdict is not Verdict.FITS
+
+
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     largest = bf.estimate(wide_job(), DEVICE, micro_batch_size="largest", budget="2GiB")
     assert largest.verdict is Verdict.FITS

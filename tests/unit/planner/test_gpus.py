@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import brimful as bf
@@ -276,3 +277,17 @@ def test_a_survey_of_batches_of_many_lengths_says_of_which_it_speaks() -> None:
     assert "Batches differ: dimension 1" in survey.notes[0]
     assert survey.notes[0] in str(survey)
     assert pickle.loads(pickle.dumps(survey)).notes == survey.notes
+
+
+def test_a_batch_whose_loss_is_not_made_of_those_of_its_parts_is_not_split() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        embedded = F.normalize(model(batch), dim=1)
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(batch)))
+
+    job = bf.Job(model=lambda: nn.Linear(64, 64), loss=loss, batch=lambda n: torch.randn(n, 64))
+    survey = bf.gpus(job, global_batch_size=20_000, devices=["RTX 3090"])
+    (fit,) = survey
+    assert fit.settings is not None
+    assert fit.settings.gradient_accumulation_steps == 1
+    assert fit.predicted_plain_peak_device_bytes > 20_000**2 * 4
+    assert "Micro-batches are not considered" in str(survey)
