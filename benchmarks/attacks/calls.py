@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from random import Random
 from typing import Any
@@ -84,6 +84,11 @@ def _job() -> bf.Job:
     )
 
 
+@cache
+def _plan() -> bf.Plan:
+    return bf.plan(_job(), "T4", global_batch_size=8)
+
+
 def _usual(name: str) -> dict[str, Any]:
     """Arguments with which a call does what it is for."""
     job, settings = _job(), bf.Settings(micro_batch_size=4)
@@ -97,6 +102,9 @@ def _usual(name: str) -> dict[str, Any]:
         "measure": {"job": job, "plan": settings, "device": "cpu"},
         "verify": {"job": job, "plan": settings, "device": "cpu"},
         "api.capture_trace": {"job": job, "settings": settings, "device": "T4"},
+        "api.check_plan": {"job": job, "plan": _plan(), "device": "T4"},
+        "api.export": {"job": job, "plan": _plan(), "tool": "accelerate"},
+        "Data": {"train": torch.zeros(8, 3)},
         "prepare": {"plan": settings, "model": model, "optimizer": torch.optim.SGD(model.parameters())},
         "apply": {
             "plan": settings,
@@ -115,6 +123,7 @@ def _usual(name: str) -> dict[str, Any]:
 
 
 CALLED = (
+    *("api.check_plan", "api.export", "Data"),
     *(
         "estimate",
         "plan",

@@ -286,7 +286,7 @@ def gpus(
 
         fits = survey()
         is_checked = _is_split_checked(
-            job, fits, captures(replace(base, precision=Precision.FP32), compared[0])
+            job, fits, lambda: captures(replace(base, precision=Precision.FP32), compared[0])
         )
         if is_checked is None:
             why_whole = _NOT_OF_PARTS
@@ -307,7 +307,7 @@ _NOT_CHECKED = (
 )
 
 
-def _is_split_checked(job: Job, fits: Sequence[GpuFit], baseline: Trace) -> bool | None:
+def _is_split_checked(job: Job, fits: Sequence[GpuFit], baseline: Callable[[], Trace]) -> bool | None:
     """Whether the loss is known to be made of those of micro-batches, as `plan` checks; None if it is not.
 
     True if none of the fits splits the batch.
@@ -317,7 +317,7 @@ def _is_split_checked(job: Job, fits: Sequence[GpuFit], baseline: Trace) -> bool
     if settings is None:
         return True
     try:
-        return check_planned_split(job, settings, baseline)
+        return check_planned_split(job, settings, baseline())
     except EquivalenceError:
         return None
 
