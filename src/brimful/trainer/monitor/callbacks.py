@@ -38,7 +38,12 @@ _HOOKS = get_args(Hook)
 
 def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Check that every callback has all methods of `Callback`; return them."""
-    given = tuple(callbacks)
+    try:
+        given = tuple(callbacks)
+    except (
+        TypeError
+    ):  # what has `__iter__` may still have nothing to iterate over, as a tensor of no dimensions
+        raise UsageError(f"callbacks is a {type(callbacks).__name__}; give a list of callbacks.") from None
     for callback in given:
         missing = [name for name in _HOOKS if not callable(getattr(callback, name, None))]
         if missing or isinstance(callback, type):
