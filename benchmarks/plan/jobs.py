@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful import Job, Precision, find_architecture
+from brimful import Job, find_architecture
+from brimful.settings import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,7 +106,8 @@ def _found(candidates: Sequence[Candidate], request: Request, exceedance: float)
 def _expected_limit(candidates: Sequence[Candidate], request: Request, exceedance: float) -> int:
     """Reserved bytes at which the fastest choice is expected to have the headroom that it needs.
 
-    It is found without captures, in the rounds of `_found`.
+    Splices show it, which take no captures where units can be spliced. What they show not to fit is left to
+    captures: they may predict more than a capture does, and choices that fit would be excluded.
     """
     limit_bytes = request.reserved_budget_bytes
     for _ in range(MOST_ROUNDS):
@@ -115,7 +116,9 @@ def _expected_limit(candidates: Sequence[Candidate], request: Request, exceedanc
         if best is None or over_bytes <= 0:
             break
         reserved_bytes = best.device_peak.likely_bytes - request.device.context_bytes
-        limit_bytes = min(limit_bytes, reserved_bytes - over_bytes)
+        if reserved_bytes > limit_bytes:
+            break
+        limit_bytes = reserved_bytes - over_bytes
     return limit_bytes
 
 
