@@ -39,10 +39,17 @@ def __getattr__(name: str) -> Any:
 
 
 def _place_of(name: str) -> str:
-    """Where else a name is; only asked of names that are not private, as importing packages takes a while."""
-    packages = () if name.startswith("_") else _PACKAGES
-    places = [each for each in packages if hasattr(import_module(f"{__name__}.{each}"), name)]
+    """Where else a public name is, found without importing anything."""
+    places = [] if name.startswith("_") else [each for each in _PACKAGES if name in _names_of(each)]
     return "".join(f"; it is brimful.{place}.{name}" for place in places[:1])
+
+
+def _names_of(package: str) -> list[str]:
+    """The names that a package takes from its modules, or the classes and functions of a module."""
+    path = Path(__file__).parent / package / "__init__.py"
+    tree = ast.parse((path if path.exists() else path.parent.with_suffix(".py")).read_text(encoding="utf-8"))
+    taken = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return taken + [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
 
 
 def __dir__() -> list[str]:

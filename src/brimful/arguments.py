@@ -71,7 +71,7 @@ def checks_call(record: type[Record]) -> type[Record]:
             try:
                 signature.bind(*args, **given)
             except TypeError as misfit:
-                raise _call_error(f"brimful.{record.__name__}", signature, given, misfit) from None
+                raise _call_error(record, signature, given, misfit) from None
             raise
 
     record.__init__ = made  # type: ignore[assignment]
@@ -99,7 +99,6 @@ def _checked(
     *,
     is_method: bool = False,
 ) -> Any:
-    called = f"brimful.{shown.__name__}"
     signature = inspect.signature(shown)
     hints: dict[str, Check] = {}  # made on the first call, when all modules are loaded
 
@@ -109,17 +108,29 @@ def _checked(
         try:
             bound = signature.bind(*args, **given)
         except TypeError as error:
-            raise _call_error(called, signature, given, error) from None
+            raise _call_error(shown, signature, given, error) from None
         if not hints:
             hints.update(_parameter_checks(signature, {**names, **vars(sys.modules[function.__module__])}))
         for each in filter(hints.__contains__, tuple(bound.arguments)):
-            bound.arguments[each] = _checked_value(each, bound.arguments[each], hints[each], called, signature)
+            bound.arguments[each] = _checked_value(each, bound.arguments[each], hints[each], shown)
         return function(*own, *bound.args, **bound.kwargs)
 
     return checked
 
 
-def _call_error(name: str, signature: inspect.Signature, given: Iterable[str], error: TypeError) -> CallError:
+def _public_name(function: Callable[..., Any]) -> str:
+    """Where users find a function: in the first of its packages, from `brimful` on, that has it."""
+    owner = function.__qualname__.partition(".")[0]
+    parts = function.__module__.split(".")
+    packages = (".".join(parts[: count + 1]) for count in range(len(parts)))
+    places = [each for each in packages if owner in getattr(sys.modules.get(each), "__all__", ())]
+    return f"{[*places, function.__module__][0]}.{function.__qualname__}"
+
+
+def _call_error(
+    function: Callable[..., Any], signature: inspect.Signature, given: Iterable[str], error: TypeError
+) -> CallError:
+    name = _public_name(function)
     for each in given:
         if each not in signature.parameters:
             near = difflib.get_close_matches(each, signature.parameters, n=1)
@@ -131,7 +142,9 @@ def _call_error(name: str, signature: inspect.Signature, given: Iterable[str], e
 def _taken(signature: inspect.Signature) -> str:
     """The parameters in their order, keywords as "micro_batch_size=…"."""
     by_keyword = [each for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
-    positional = [each for each in signature.parameters if signature.parameters[each] not in by_keyword]
+    positional = [
+        each for each in signature.parameters if signature.parameters[each] not in by_keyword and each != "self"
+    ]
     shown = [f"{each.name}=…" for each in by_keyword[:_MOST_KEYWORDS]]
     return f"({', '.join([*positional, *shown, *(['…'] if len(by_keyword) > _MOST_KEYWORDS else [])])})"
 
@@ -140,15 +153,17 @@ _MOST_KEYWORDS = 4
 """Options of a function in an error; `help` shows all. A choice."""
 
 
-def _checked_value(
-    name: str, value: Any, check: Check, called: str = "", signature: inspect.Signature | None = None
-) -> Any:
+def _checked_value(name: str, value: Any, check: Check, function: Callable[..., Any] | None = None) -> Any:
     try:
         return check(value)
     except _MisfitError as misfit:
         text = _shown(value)
         kind = "" if misfit.is_value else f", of type {type(value).__name__}"
-        where = "" if signature is None else f" {called}() takes {_taken(signature)}."
+        where = (
+            ""
+            if function is None
+            else f" {_public_name(function)}() takes {_taken(inspect.signature(function))}."
+        )
         raise UsageError(f"{name} is {text}{kind}; it must be {misfit.expected}.{where}") from None
 
 
@@ -266,16 +281,16 @@ def _limits(meta: Meta) -> list[tuple[tuple[Callable[[Any, Any], bool], str], An
 
 
 def _any_of(hints: tuple[Any, ...]) -> Check:
-    checks = [_check_of(hint) for hint in hints]
+    checks = [(_check_of(hint), get_origin(hint) is Literal) for hint in hints]
 
     def checked(value: Any) -> Any:
         expected, of_value = [], None  # texts, as the errors would hold this frame and its callers in a cycle
-        for check in checks:
+        for check, is_literal in checks:
             try:
                 return check(value)
             except _MisfitError as misfit:
                 expected.append(misfit.expected)
-                if misfit.is_value and of_value is None:  # of the right type
+                if misfit.is_value and of_value is None and not is_literal:  # of the right type
                     of_value = misfit.expected
         if of_value is not None:
             raise _MisfitError(of_value, is_value=True)

@@ -37,7 +37,7 @@ def test_type_checkers_know_every_option(keywords: type, record: type) -> None:
 
 
 def test_what_is_not_an_option_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Trainer\(\) has no option 'epoch_count'"):
+    with pytest.raises(TypeError, match=r"brimful\.trainer\.Trainer\(\) has no option 'epoch_count'"):
         bf.trainer.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
     with pytest.raises(TypeError, match=r"fit\(\) has no option 'epoch'; did you mean epochs\?"):
         bf.fit(None, None, epoch=1)  # type: ignore[arg-type, call-arg]
@@ -45,6 +45,19 @@ def test_what_is_not_an_option_is_refused() -> None:
         bf.plan(None, bugdet="50%")  # type: ignore[arg-type, call-arg]
     with pytest.raises(TypeError, match=r"plan\(\) has no option 'xyz'; help\(brimful\.plan\) lists them"):
         bf.plan(None, global_batch_size=1, xyz=1)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(
+        TypeError, match=r"brimful\.Plan\.check\(\) has no option 'budgt'; did you mean budget\?"
+    ):
+        bf.Plan.check(None, None, budgt="50%")  # type: ignore[arg-type, call-arg]
+    with pytest.raises(TypeError, match=r"brimful\.Plan\.export\(\): missing a required argument: 'tool'"):
+        bf.Plan.export(None, None)  # type: ignore[arg-type, call-arg]
+
+
+def test_a_value_of_another_type_is_refused_with_all_that_is_taken() -> None:
+    with pytest.raises(
+        bf.errors.UsageError, match=r"'32', of type str; it must be a whole number, \"largest\" or N"
+    ):
+        bf.estimate(bf.find_architecture("gpt2"), "RTX 3090", micro_batch_size="32")  # type: ignore[arg-type]
 
 
 def test_options_are_kept_as_text_whatever_their_form() -> None:

@@ -50,7 +50,12 @@ def test_what_is_not_a_public_name_is_found_in_its_package() -> None:
 
 
 def test_importing_brimful_loads_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import sys, brimful; assert 'torch' not in sys.modules"], check=True)
+    code = (
+        "import sys, brimful\n"
+        "for name in ('Callback', 'nonesuch', 'check_plan'): assert not hasattr(brimful, name)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_saved_trace_and_plan_are_read_without_torch() -> None:

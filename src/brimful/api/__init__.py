@@ -3,7 +3,7 @@
     Job ─ capture ─▶ Trace ─ memory, cost ─▶ Estimate
                        └──── planner ──────▶ Plan ─ transforms ─▶ nn.Module ─ trainer ─▶ weights, report
 
-Every function takes a `Job` and a device. Nothing is computed here; each function hands the output of one stage
+Every function takes a `Job` and a device; the classes are of what some return. Nothing is computed here; each function hands the output of one stage
 to the next. Start reading at `plans.plan`.
 """
 
@@ -11,9 +11,17 @@ from brimful.api.estimates import capture_trace, estimate, gpus
 from brimful.api.exports import export
 from brimful.api.plans import check_plan, plan
 from brimful.api.runs import apply, fit, measure, prepare, verify
+from brimful.execution.in_force import Prepared
+from brimful.execution.planned_step import PlannedStep
+from brimful.execution.step import StepOutcome
+from brimful.exports import Export
 from brimful.profiling.named_device import calibrate
 
 __all__ = [
+    "Export",
+    "PlannedStep",
+    "Prepared",
+    "StepOutcome",
     "apply",
     "calibrate",
     "capture_trace",

@@ -129,10 +129,9 @@ def estimate(
         without=tuple(without),
     )
     if micro_batch_size == "largest":
-        size = question.estimator().largest().settings.micro_batch_size
+        found, trace = question.largest(compares_allocators=compare_allocators)
     else:
-        size = 1 if micro_batch_size is None else micro_batch_size
-    found, trace = question.at(size, is_size_given=micro_batch_size is not None, compares=compare_allocators)
+        found, trace = question.at(micro_batch_size, compares_allocators=compare_allocators)
     if save_trace is not None:
         trace.save(save_trace)
     return found
@@ -146,35 +145,49 @@ class _Question:
     device: Device
     settings: Settings
     formats: tuple[MemoryFormat | None, ...]
+    """Memory formats of which the fastest is taken."""
     recomputes: bool
+    """Whether all units are recomputed; their names are not in `settings` yet."""
     capacity_bytes: int | None
     allocator: AllocatorSettings
     evaluates: bool
     without: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Notes of the memory formats."""
 
-    def at(self, size: int, *, is_size_given: bool, compares: bool) -> tuple[Estimate, Trace]:
-        """The step at one micro-batch size, from a capture at that size."""
-        sized = replace(self.settings, micro_batch_size=size)
-        longest = with_longest_batch(self.job, sized.rank_batch_size)
+    def at(self, size: int | None, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
+        """The step at one micro-batch size, or at 1 if none is given, from a capture at that size."""
+        samples = 1 if size is None else size
+        longest = with_longest_batch(self.job, replace(self.settings, micro_batch_size=samples).rank_batch_size)
         capture = self._capture(longest.job)
-        settings = self._completed(sized, capture, compared_samples=size)
+        decided = self._decided(capture, samples)
+        settings = replace(decided.settings, micro_batch_size=samples)
         trace = capture(settings)
-        found = self._estimate(
+        found = decided._estimate(
             trace,
             self.device,
-            notes=(*self._notes(is_size_given=is_size_given), *longest.notes),
+            notes=(*([_SIZE_NOTE] if size is None else []), *longest.notes),
             extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
-            compares_allocators=compares,
+            compares_allocators=compares_allocators,
         )
-        return replace(found, at_sizes=AtSizes(self.estimator)), trace
+        return replace(found, at_sizes=AtSizes(decided.estimator)), trace
+
+    def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
+        """The step at the largest micro-batch that fits, from captures at two sizes."""
+        estimator = self.estimator()
+        found = estimator.largest()
+        size = found.settings.micro_batch_size
+        if compares_allocators:
+            found = estimator.at(size, compares_allocators=True)
+        return found, estimator.trace_at(size)
 
     def estimator(self) -> Estimator:
         """The step at any micro-batch size, from captures at two sizes."""
         longest = with_longest_batch(self.job, _USUAL_SAMPLES)
         capture = undisturbed()(self._capture(longest.job))  # it is called after `estimate` returns, too
-        settings = self._completed(self.settings, capture, compared_samples=_USUAL_SAMPLES)
-        notes = (*self._notes(is_size_given=True), *longest.notes)
-        return Estimator(capture, settings, self.device, estimate=partial(self._estimate, notes=notes))
+        decided = self._decided(capture, _USUAL_SAMPLES)
+        estimated = partial(decided._estimate, notes=longest.notes)
+        return Estimator(capture, decided.settings, self.device, estimate=estimated)
 
     def _capture(self, job: Job) -> Callable[..., Trace]:
         return cache(
@@ -188,33 +201,27 @@ class _Question:
             )
         )
 
-    def _completed(
-        self, settings: Settings, capture: Callable[..., Trace], *, compared_samples: int
-    ) -> Settings:
-        """Settings with the memory format that is fastest at a number of samples, and with recomputed units."""
-        memory_format = self.formats[0]
+    def _decided(self, capture: Callable[..., Trace], samples: int) -> _Question:
+        """The question with the memory format that is fastest for some samples, and the units recomputed."""
+        memory_format, notes = self.formats[0], self.notes
         if len(self.formats) > 1:
-            compared = replace(settings, micro_batch_size=compared_samples)
-            memory_format = _fastest_format(capture, compared, self.device, self.formats)
-        settings = replace(settings, memory_format=memory_format)
-        return _with_all_recomputed(settings, capture(settings)) if self.recomputes else settings
+            compared = replace(self.settings, micro_batch_size=samples)
+            memory_format, notes = _fastest_format(capture, compared, self.device, self.formats)
+        settings = replace(self.settings, memory_format=memory_format)
+        if self.recomputes:
+            settings = _with_all_recomputed(settings, capture(settings))
+        return replace(self, settings=settings, formats=(memory_format,), recomputes=False, notes=notes)
 
     def _estimate(self, trace: Trace, device: Device, *, notes: tuple[str, ...], **given: Any) -> Estimate:
         found = estimate_trace(
             trace, device, capacity_bytes=self.capacity_bytes, allocator=self.allocator, **given
         )
-        return replace(found, notes=(*notes, *untrained_notes(trace)))
-
-    def _notes(self, *, is_size_given: bool) -> tuple[str, ...]:
-        """What an estimate says of arguments that were not given."""
         job = self.job
         has_default_optimizer = (
             job.loop is None and self.settings.optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
         )
-        return (
-            *([] if is_size_given else [_SIZE_NOTE]),
-            *([DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []),
-        )
+        of_optimizer = [DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []
+        return replace(found, notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)))
 
 
 @undisturbed()
@@ -418,17 +425,17 @@ def _fastest_format(
     settings: Settings,
     device: Device,
     formats: Sequence[MemoryFormat | None],
-) -> MemoryFormat | None:
-    """The memory format that is predicted to be fastest."""
+) -> tuple[MemoryFormat | None, tuple[str, ...]]:
+    """The memory format that is predicted to be fastest, and notes of those that cannot be used."""
     first, *others = formats
-    traces = [capture(replace(settings, memory_format=first))]
+    traces, notes = [capture(replace(settings, memory_format=first))], []
     for other in others if traces[0].convolves_images else ():
         try:
             traces.append(capture(replace(settings, memory_format=other)))
         except (CaptureError, UsageError) as error:
-            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=8)
+            notes.append(f"The memory format {other} is not considered: {error}")
     fastest = min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
-    return fastest.settings.memory_format
+    return fastest.settings.memory_format, tuple(notes)
 
 
 def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:

@@ -7,6 +7,7 @@ the weights, their average, the state of random generators) uses `with_room`.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,13 +41,14 @@ words of the library). torch makes every handle of cuDNN itself, so there the st
 is "Failed to CUDA calloc"."""
 
 
-def out_of_memory(error: BaseException) -> str | None:
+def out_of_memory(error: BaseException, handled: BaseException | None = None) -> str | None:
     """The first line of an out-of-memory error's message; None for other errors.
 
     Causes and contexts of `error` are checked too, up to one of brimful's own errors: it already reports what
-    happened before, and an error that is raised while it is handled is another one.
+    happened before, and an error that is raised while it is handled is another one. `handled` is the error that
+    was being handled before the action that raised: Python makes it a context, and it is not of the action.
     """
-    for each in _chain(error):
+    for each in _chain(error, handled):
         is_by_type = isinstance(each, torch.OutOfMemoryError | MemoryError)
         if is_by_type or (isinstance(each, RuntimeError) and any(word in str(each) for word in _WORDS)):
             return (str(each) or type(each).__name__).splitlines()[0]
@@ -73,25 +75,27 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
 
     The error is freed when this returns, and with it what the functions that it passed through held.
     """
+    handled = sys.exc_info()[1]
     try:
         return action()
     except Exception as error:
-        message = out_of_memory(error)
+        message = out_of_memory(error, handled)
         if message is None:
             raise
         place = _place(error.__traceback__)
-        free_frames(error)
+        free_frames(error, handled)
     return RanOut(message, place)
 
 
-def free_frames(error: BaseException) -> None:
+def free_frames(error: BaseException, handled: BaseException | None) -> None:
     """Free what the functions held that an error passed through, also where they hold the error itself.
 
-    So for the errors before it: undoing a step that ran out of memory may run out too. Of the errors, only the
-    messages may be needed afterwards. If they are left to the garbage collector, a DataLoader waits five
-    seconds for each worker, as its queues are finalised before its iterator (torch 2.13).
+    So for the errors before it, up to the one that was `handled` before: undoing a step that ran out of memory
+    may run out too. Of the errors, only the messages may be needed afterwards. If they are left to the garbage
+    collector, a DataLoader waits five seconds for each worker, as its queues are finalised before its iterator
+    (torch 2.13).
     """
-    remaining, seen = [error], set[int]()
+    remaining, seen = [error], {id(handled)}
     while remaining:
         each = remaining.pop()
         seen.add(id(each))
@@ -206,8 +210,8 @@ def _place(traceback: TracebackType | None) -> str:
     return place
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
+def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
+    seen = {id(handled)}
     each: BaseException | None = error
     while each is not None and id(each) not in seen and not isinstance(each, BrimfulError):
         seen.add(id(each))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
+from brimful.arguments import checks_arguments
 from brimful.codec import (
     ALWAYS_WRITTEN,
     NonNegativeInt,
@@ -213,6 +214,7 @@ class Plan(PrintedResult):
         """
         write_file(path, json.dumps(self.to_json(), indent=2) + "\n")
 
+    @checks_arguments
     def check(
         self, job: Job, device: DeviceLike | None = None, *, budget: str | float | None = None
     ) -> PlanCheck:
@@ -235,6 +237,7 @@ class Plan(PrintedResult):
         found: PlanCheck = import_module("brimful.api").check_plan(job, self, device, budget=budget)
         return found
 
+    @checks_arguments
     def export(self, job: Job, tool: str) -> Export:
         """The plan as the file that another training tool reads.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from brimful.devices import Device
 from brimful.errors import BatchError, CaptureError, InfeasibleError
@@ -198,11 +198,12 @@ class Estimator:
         self._device = device
         self._estimate = estimate
 
-    def at(self, micro_batch_size: int) -> Estimate:
+    def at(self, micro_batch_size: int, **given: Any) -> Estimate:
         """Estimate the step at one micro-batch size.
 
         Args:
             micro_batch_size: Samples in one forward and backward pass.
+            **given: What `estimate` takes besides, such as `compares_allocators`.
 
         Returns:
             The estimate.
@@ -210,11 +211,14 @@ class Estimator:
         Raises:
             CaptureError: The step cannot be run on fake tensors.
         """
-        settings = replace(self._settings, micro_batch_size=micro_batch_size)
-        trace = self._traces[Guess.EXPECTED].at(settings)
-        extremes = Extremes.of(trace, lambda guess: self._traces[guess].at(settings))
-        found = self._estimate(trace, self._device, extremes=extremes)
+        trace = self.trace_at(micro_batch_size)
+        extremes = Extremes.of(trace, lambda guess: self.trace_at(micro_batch_size, guess))
+        found = self._estimate(trace, self._device, extremes=extremes, **given)
         return replace(found, at_sizes=AtSizes(lambda: self))
+
+    def trace_at(self, micro_batch_size: int, guess: Guess = Guess.EXPECTED) -> Trace:
+        """The step at one micro-batch size; errors as `at` raises them."""
+        return self._traces[guess].at(replace(self._settings, micro_batch_size=micro_batch_size))
 
     def largest(self) -> Estimate:
         """Find the largest micro-batch that fits with the upper end of its interval, without cache flushes.
@@ -235,7 +239,8 @@ class Estimator:
             if fits.verdict is not Verdict.FITS:
                 raise _nothing_fits(fits)
         if too_large > MOST_SAMPLES:
-            return fits
+            note = f"The search ends at {MOST_SAMPLES:,} samples, which fit; more may fit too."
+            return replace(fits, notes=(*fits.notes, note))
         while too_large - fits.settings.micro_batch_size > 1:
             middle = self.at((fits.settings.micro_batch_size + too_large) // 2)
             if middle.verdict is Verdict.FITS:

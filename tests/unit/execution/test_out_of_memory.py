@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -77,3 +77,30 @@ def test_an_error_that_is_raised_while_brimful_s_own_is_handled_is_not_out_of_me
 
     with pytest.raises(KeyError, match="labels"):
         unless_out_of_memory(trains_again)
+
+
+def test_the_error_that_is_handled_when_a_step_is_called_is_not_of_the_step() -> None:
+    def users() -> None:
+        held = Held()
+        raise torch.OutOfMemoryError(f"CUDA out of memory. In the user's {type(held).__name__}.")
+
+    def handling(step: Callable[[], None]) -> object:
+        try:
+            users()
+        except torch.OutOfMemoryError as error:
+            found = unless_out_of_memory(step)
+            assert error.__traceback__ is not None
+            assert error.__traceback__.tb_next is not None
+            assert "held" in error.__traceback__.tb_next.tb_frame.f_locals
+            return found
+        return None
+
+    def runs_out() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. In the step.")
+
+    def fails() -> None:
+        raise ValueError("the step is wrong")
+
+    assert isinstance(handling(runs_out), RanOut)
+    with pytest.raises(ValueError, match="the step is wrong"):
+        handling(fails)

@@ -299,7 +299,55 @@ def test_the_largest_micro_batch_is_looked_for_up_to_a_limit() -> None:
         loss=lambda model, batch: model(batch["x"]).mean(),
         batch=lambda samples: {"x": torch.zeros(samples, 1)},
     )
-    assert bf.estimate(tiny, "H200", micro_batch_size="largest").settings.micro_batch_size == MOST_SAMPLES
+    largest = bf.estimate(tiny, "H200", micro_batch_size="largest")
+    assert largest.settings.micro_batch_size == MOST_SAMPLES
+    assert "The search ends at 1,048,576 samples, which fit; more may fit too." in largest.notes
+
+
+def test_the_largest_micro_batch_is_found_without_a_batch_of_its_size() -> None:
+    made: list[int] = []
+
+    def batch(samples: int) -> torch.Tensor:
+        made.append(samples)
+        return torch.zeros(samples, 64 if samples > 8 else 32)  # longer in a larger batch
+
+    job = bf.Job(
+        model=lambda: nn.Conv1d(1, 8, 3),
+        loss=lambda model, batch: model(batch[:, None]).mean(),
+        batch=batch,
+        optimizer="sgd",
+    )
+    largest = bf.estimate(job, DEVICE, micro_batch_size="largest", budget="1GiB", compare_allocators=True)
+    assert largest.verdict is Verdict.FITS
+    assert max(made) < 100 < largest.settings.micro_batch_size
+    assert largest.allocators
+
+
+def test_other_sizes_have_the_memory_format_that_was_fastest() -> None:
+    for job in (convolution_job(), convolution_job(torch.channels_last)):
+        for size in (1, 3, "largest"):
+            estimate = bf.estimate(job, DEVICE, micro_batch_size=size, memory_format="auto")
+            assert estimate.settings.memory_format is not None
+            for other in (1, 5, 40):
+                assert estimate.at(other).settings.memory_format is estimate.settings.memory_format
+
+
+def test_a_memory_format_that_cannot_be_used_is_noted() -> None:
+    class Refuses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(16, 16, 3)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.convolution(images).view(-1)  # no view of a channels_last tensor
+
+    job = replace(convolution_job(), model=Refuses, loss=lambda model, batch: model(batch).mean())
+    for found in (
+        bf.estimate(job, DEVICE, memory_format="auto"),
+        bf.estimate(job, DEVICE, memory_format="auto", micro_batch_size="largest"),
+        bf.estimate(job, DEVICE, memory_format="auto").at(4),
+    ):
+        assert any(note.startswith("The memory format channels_last is not considered") for note in found.notes)
 
 
 def test_an_estimate_recomputes_all_or_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -107,9 +108,10 @@ class BatchStream:
             start = time.perf_counter()
             self._before_batch = self.randomness.state
             batch, failure = self._read(batches)
-            ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure)
+            handled = sys.exc_info()[1]
+            ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure, handled)
             if failure is not None and ran_out is not None:
-                free_frames(failure)
+                free_frames(failure, handled)
                 del batches, failure  # they keep batches alive that were read ahead
                 make_room(_HOST)
                 batches = self._opened_again(self._before_batch)
@@ -184,7 +186,7 @@ class BatchStream:
 
 def _reading_error(failure: Exception, position: DataPosition) -> DataError | OutOfMemoryError:
     """The error that ends a run whose data raised."""
-    ran_out = out_of_memory(failure)
+    ran_out = out_of_memory(failure, sys.exc_info()[1])
     if ran_out is not None:
         return OutOfMemoryError(
             f"memory ran out while the training data were read, after {position}: {ran_out}."
