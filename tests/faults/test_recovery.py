@@ -358,7 +358,7 @@ def test_the_check_before_the_first_step_leaves_buffers_as_if_it_had_not_been(jo
     """Dropout keeps gradients from being compared, so that losses in evaluation mode are."""
     job = job_with(model=lambda: nn.Sequential(Counted(), nn.Dropout(0.5)), data=lambda: Data(train=samples))
     unchecked = trained(job, 8, 2, epochs=None, steps=2, verify=False)[0]
-    with pytest.warns(UserWarning, match="each forward changes what the next one finds: 2 times a step"):
+    with pytest.warns(UserWarning, match="each forward updates state that the next one reads: 2 times a step"):
         checked = trained(job, 8, 2, epochs=None, steps=2, verify=True)[0]
     assert torch.equal(checked.model[0].calls, unchecked.model[0].calls)
     assert unchecked.model[0].calls == 4

@@ -247,8 +247,8 @@ def gpus(
             off), each GPU is also tried in the precision that training on it usually takes: bf16 autocast, or
             fp16 on GPUs with tensor cores but without bf16.
         optimizer: Name of an optimizer that replaces the job's own.
-        split_batch_norm: Permit splitting a batch that BatchNorm couples, or of a forward that changes what
-            the next one finds, such as a teacher's weights.
+        split_batch_norm: Permit splitting a batch that BatchNorm couples, or of a forward that updates state
+            that the next one reads, such as a teacher's weights.
         devices: GPUs to compare; None compares all in the hardware table.
         prices: Price per hour by name of a GPU, or a CSV or JSON file of them, for the cost of a step and of a
             million samples; see `planner.prices_of`.
@@ -405,7 +405,7 @@ def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | 
     if cannot_run_torch(target):
         warnings.warn(f"{torch_builds_note(target)}", stacklevel=6)
     if budget is not None:
-        return parse_bytes(budget)
+        return parse_bytes(budget, is_budget=False)
     memory = memory_here(job, device)
     if memory is None:
         return None

@@ -57,7 +57,7 @@ def plan(
 
     Options that are given are kept; the plan chooses the others. By default nothing is chosen that changes the
     mathematics: the precision and the optimizer are the job's, and a batch is not split where BatchNorm couples
-    its samples or a forward changes what the next one finds, such as a teacher's weights.
+    its samples or a forward updates state that the next one reads, such as a teacher's weights.
 
     Args:
         job: The job to train.
@@ -193,5 +193,5 @@ def check_plan(
         )
     longest = with_longest_batch(job, plan.settings.rank_batch_size).job
     trace = CautiousCapture(replace(longest, loop=None), target)(plan.settings)
-    budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
+    budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget, is_budget=False)
     return check_trace(trace, plan, target, budget_bytes)

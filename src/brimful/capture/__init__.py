@@ -9,7 +9,7 @@ Start reading at `step.capture_step`, then `session`, `captured_step` and `recor
 | `recording/` | code that runs on fake tensors → ops and blocks of memory |
 | `fakes/`, `values/` | models and batches without weights; the values that are known nevertheless |
 | `corrections/` | where CUDA or a CPU differs from the fake step: one rule a file |
-| `compiled`, `coupling`, `growth`, `sharding` | compiled code, coupled samples, growing loops, FSDP2 |
+| `compiled`, `coupling`, `sharding` | compiled code, coupled samples, FSDP2 |
 """
 
 from brimful.capture.cautious import CautiousCapture

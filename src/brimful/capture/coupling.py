@@ -42,6 +42,6 @@ class Coupling:
         return (*map(self._plain_name, inside), *self._outside.batch_norms)
 
     def stateful(self) -> tuple[str, ...]:
-        """Names of what else a forward changes and the next one finds."""
+        """Names of other state that a forward updates and the next one reads."""
         inside = map(self._plain_name, running_statistics(self._model))
         return tuple(dict.fromkeys((*self.carried.changed, *inside, *self._outside.changed)))

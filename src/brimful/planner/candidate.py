@@ -131,18 +131,17 @@ class Candidate:
     def nested_within(self, budget_bytes: int, below_seconds: float) -> Estimate | None:
         """A capture of the fastest nested segments within the budget; None as for `captured_from`.
 
-        Only those are captured that may take less than `below_seconds`. The highest level is sought whose
-        choice reserves no more than the budget. It is expected to reserve as much beyond its peak as the last
-        one captured does, and at first as much as recomputing every unit does. Between a level that fits and
-        one that does not, it is sought by bisection.
+        Only those are captured that may take less than `below_seconds`; if there are any, at least one is. The
+        highest level is sought whose choice reserves no more than the budget. It is expected to reserve as much
+        beyond its peak as the last one captured does, and at first as much as recomputing every unit does.
+        Between a level that fits and one that does not, it is sought by bisection.
         """
         best: Estimate | None = None
-        solutions = self.solutions
-        chosen = [solutions.solution_at(each) for each in solutions.nested_levels]
-        chosen = [each for each in chosen if solutions.at_best(each) < below_seconds]
-        beyond_bytes = self.reserved_at_smallest_peak() - solutions.smallest_peak_bytes
-        is_bisected = False
+        solutions, is_bisected = self.solutions, False
         with self._noting_failures():
+            chosen = [solutions.solution_at(each) for each in solutions.nested_levels]
+            chosen = [each for each in chosen if solutions.at_best(each) < below_seconds]
+            beyond_bytes = self.reserved_at_smallest_peak() - solutions.smallest_peak_bytes
             while chosen:
                 peaks = [each.peak_bytes for each in chosen]
                 expected = max(bisect_right(peaks, budget_bytes - beyond_bytes) - 1, 0)

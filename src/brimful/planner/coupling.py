@@ -18,7 +18,8 @@ def why_kept_whole(baseline: Trace) -> str:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
     if stateful := baseline.stateful_modules:
         reasons.append(
-            f"each forward changes what the next one finds, which would change more often: {listed(stateful)}"
+            "each forward updates state that the next one reads, which would change more often: "
+            f"{listed(stateful)}"
         )
     return "; ".join(reasons)
 
@@ -41,8 +42,8 @@ def what_splitting_changes(
         )
     if stateful:
         yield (
-            f"each forward changes what the next one finds: {steps} times a step, and each micro-batch sees "
-            f"other values: {listed(stateful)}"
+            f"each forward updates state that the next one reads: {steps} times a step, and each micro-batch "
+            f"sees other values: {listed(stateful)}"
         )
 
 

@@ -181,6 +181,7 @@ def _compared(
                 batch,
                 samples=settings.rank_batch_size,
                 micro_batch_size=settings.micro_batch_size,
+                from_same_state=bool(stateful),
                 seed=seed,
             )
         )

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -73,9 +73,13 @@ def compare_split_loss(
     *,
     samples: int,
     micro_batch_size: int,
+    from_same_state: bool,
     seed: int = 0,
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
+
+    With `from_same_state` each loss starts from the state that the batch starts from: for a model of which it
+    is known, and reported elsewhere, that a forward updates state that the next one reads.
 
     Modes and buffers of the model and the states of random generators are restored afterwards; the batch may be
     on any device. The loss runs without gradients unless it computes some itself, as that of a physics-informed
@@ -85,10 +89,11 @@ def compare_split_loss(
     make them equal, the means of several draws are compared: a sum instead of a mean, or a loss that compares
     samples, differs by far more than its noise.
 
-    The comparison is skipped if the loss cannot be computed in evaluation mode, or its noise is larger than the
-    difference.
+    The comparison is skipped if the loss cannot be computed in evaluation mode, its noise is larger than the
+    difference, or the losses differ and may do so as forwards update state.
     """
-    split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
+    layout = layout_of(job, whole=samples, expected=samples)
+    split = _SplitLoss(job, model, batch, layout, micro_batch_size, from_same_state=from_same_state)
     with (
         restoring_state(job, model),
         evaluation_mode(model),
@@ -114,9 +119,11 @@ def _compared_split(split: _SplitLoss, seed: int) -> Comparison:
     if other is not None:
         where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
         return replace(comparison, where=where)
-    if comparison.holds or not draws:
-        return comparison
-    return _compared_on_average(split, seed, bound)
+    if not comparison.holds and draws:
+        comparison = _compared_on_average(split, seed, bound)
+    if not comparison.holds and split.from_same_state:
+        return Comparison(name=comparison.name, why_not_compared=_READS_STATE)
+    return comparison
 
 
 def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
@@ -155,7 +162,7 @@ def check_split(
         raise not_the_same(job, terms, samples, "cpu", end=end)
     most = min(micro, CHECKED_SAMPLES)
     few = _few_samples(job, layout, global_batch, min(2 * most, samples))
-    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
+    is_warned = _warns_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
         return True
     for size in dict.fromkeys((most, 1)):  # fewer samples if memory is short
@@ -164,7 +171,12 @@ def check_split(
             reason = _why_too_many(job, settings, batch) if layout.count(batch) > micro else ""
             if not reason:
                 comparison = compare_split_loss(
-                    job, model, batch, samples=layout.count(batch), micro_batch_size=size
+                    job,
+                    model,
+                    batch,
+                    samples=layout.count(batch),
+                    micro_batch_size=size,
+                    from_same_state=is_warned,
                 )
                 break
         except torch.OutOfMemoryError as error:
@@ -264,7 +276,14 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs
             warnings.simplefilter("ignore")
             model = build_model(job, is_copied=True).train()
             batch = make_batch(job, samples)
-            comparison = compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
+            comparison = compare_split_loss(
+                job,
+                model,
+                batch,
+                samples=samples,
+                micro_batch_size=size,
+                from_same_state=bool(baseline.stateful_modules),
+            )
     except Exception:  # whatever code of the job raises that needs more than a host and few samples
         return False
     if not comparison.holds:
@@ -298,7 +317,8 @@ def not_the_same(
     return EquivalenceError(f"{report}\n{end}".rstrip())
 
 
-def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
+def _warns_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> bool:
+    """Warn of layers that depend on the micro-batch; whether there are any."""
     try:
         changes = list(what_split_changes(job, settings, model, few))
     except PartialUpdateError:
@@ -309,9 +329,10 @@ def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) 
         )
         reason = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else reason
         warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
-        return
+        return False
     if changes:
         warnings.warn(split_changes_layers(changes), LayerSplitWarning, stacklevel=4)
+    return bool(changes)
 
 
 def check_may_split(
@@ -382,9 +403,20 @@ class _SplitLoss:
     """The loss of a batch, on any device, and of its parts, by a model in evaluation mode."""
 
     def __init__(
-        self, job: Job, model: nn.Module, batch: Batch, layout: BatchLayout, micro_batch_size: int
+        self,
+        job: Job,
+        model: nn.Module,
+        batch: Batch,
+        layout: BatchLayout,
+        micro_batch_size: int,
+        *,
+        from_same_state: bool,
     ) -> None:
         self._model, self._batch = model, batch
+        self.from_same_state = from_same_state
+        self._restoring: Callable[[], AbstractContextManager[None]] = (
+            partial(restoring_state, job, model) if from_same_state else nullcontext
+        )
         self._loss = loss_of(job)
         self._dim = job.batch_dim or 0
         self._parts = layout.split(batch, micro_batch_size)
@@ -411,7 +443,7 @@ class _SplitLoss:
         device = device_of(self._model)
         with _seeded(seed, device):
             before = RandomState.now(device)
-            with self._drawing(aligned, 0, sum(self._samples)) as draws:
+            with self._restoring(), self._drawing(aligned, 0, sum(self._samples)) as draws:
                 loss = self._loss(self._model, self._move(self._batch))
                 whole, self._dtype = _as_float(loss), getattr(loss, "dtype", torch.float32)
             after = RandomState.now(device)
@@ -441,7 +473,7 @@ class _SplitLoss:
             self._parts, begins, self._samples, self._weights, strict=False
         ):
             if weight:
-                with self._drawing(aligned, begin, samples):
+                with self._restoring(), self._drawing(aligned, begin, samples):
                     total += _as_float(self._loss(self._model, self._move(part))) * weight
         return total
 
@@ -473,6 +505,10 @@ def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparis
     )
 
 
+_READS_STATE = (
+    "each forward updates state that the loss reads, and the loss differs by more than rounding, which may be "
+    "due to it"
+)
 _NOT_FINITE = "the baseline computes NaN or infinite numbers itself"
 _NO_LOSS = "the loss of few samples is zero within rounding, which shows nothing"
 

@@ -66,7 +66,7 @@ class Comparison(PrintedResult):
     """What the loss is, if that alone shows that the two differ; else empty."""
     is_known_to_differ: bool = False
     """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
-    what a forward changes and the next one finds."""
+    state that a forward updates and the next one reads."""
 
     @property
     def holds(self) -> bool:

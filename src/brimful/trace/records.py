@@ -177,8 +177,9 @@ class Trace:
     """Modules with which splitting a batch changes the results: BatchNorm in training mode, whose output for a
     sample depends on the others, and `stateful_modules`."""
     stateful_modules: tuple[str, ...] = ()
-    """What a forward changes and the next one finds, by name: spectral norm's vectors, a teacher's weights, a
-    queue, a temperature; in the model or beside it. BatchNorm's running statistics are not included."""
+    """State that a forward updates and the next one reads, by name: spectral norm's vectors, a teacher's
+    weights, a queue, a temperature; in the model or beside it. BatchNorm's running statistics are not
+    included."""
     compiled_lines: tuple[str, ...] = ()
     """Lines that call code compiled by `torch.compile`, as "file.py:12"; that code is traced eagerly."""
     without_gradient: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -423,6 +424,85 @@ def test_a_larger_budget_makes_no_default_plan_slower_by_more_than_simplicity_ma
     for each in seconds:
         assert each <= least * (1 + SIMPLICITY_FRACTION)
         least = min(least, each)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(256), nn.Linear(256, 768), nn.Linear(256, 256)
+        self.mlp = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, _ = x.shape
+        query, key, value = self.qkv(self.norm(x)).view(samples, tokens, 3, 4, 64).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(samples, tokens, 256))
+        return x + self.mlp(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(2000, 256), nn.Linear(256, 2000)
+        self.blocks = nn.ModuleList(Attention() for _ in range(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def decoder_job() -> Job:
+    return Job(
+        model=Decoder,
+        loss=lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()),
+        batch=lambda n: torch.zeros(n, 200, dtype=torch.long),
+        optimizer="adamw",
+    )
+
+
+def test_headroom_that_is_expected_saves_captures_and_the_plan_is_as_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searching, candidate = map(import_module, ("brimful.planner.search", "brimful.planner.candidate"))
+    captures: list[Settings] = []
+    estimate_of, captured_from = candidate.estimate_of, candidate.Candidate.captured_from
+    peaks: list[tuple[int, int]] = []
+
+    def counted(settings: Settings, *others: Any) -> bf.Estimate:
+        captures.append(settings)
+        estimate: bf.Estimate = estimate_of(settings, *others)
+        return estimate
+
+    def compared(self: Any, level: int, budget_bytes: int) -> bf.Estimate | None:
+        expected = self.expected_device_peak(level)
+        found: bf.Estimate | None = captured_from(self, level, budget_bytes)
+        if found is not None and found.settings == self._expected_at(level).settings:
+            peaks.append((expected.likely_bytes, found.device_peak.likely_bytes))
+        return found
+
+    monkeypatch.setattr(candidate, "estimate_of", counted)
+    monkeypatch.setattr(candidate.Candidate, "captured_from", compared)
+    bert = find_architecture("bert-base", num_hidden_layers=3)
+    counts = {True: 0, False: 0}
+    for job, precision, percent in ((bert, "fp32", 57), (bert, "bf16", 80), (decoder_job(), "bf16", 65)):
+        seconds = {}
+        for expects in (True, False):
+            with monkeypatch.context() as patched:
+                if not expects:
+                    patched.setattr(
+                        searching, "_expected_limit", lambda _, request, __: request.reserved_budget_bytes
+                    )
+                captures.clear()
+                options: dict[str, Any] = {"precision": precision, "budget": f"{percent}%"}
+                plan = bf.plan(job, "RTX 3090", global_batch_size=48, micro_batch_size=48, **options)
+                counts[expects] += len(captures)
+                seconds[expects] = plan.predicted_step_seconds
+        assert seconds[True] <= seconds[False] * (1 + SIMPLICITY_FRACTION)
+    assert counts[True] <= 0.8 * counts[False]
+    assert len(peaks) > 5
+    assert all(abs(expected - found) <= 0.1 * found for expected, found in peaks)
 
 
 def beyond(plan: Plan) -> str:

@@ -286,8 +286,58 @@ def test_gradients_that_are_there_are_there_unchanged_after_a_loss_that_runs_bac
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, 8))
-    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2)
+    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2, from_same_state=False)
     assert all(not parameter.grad.any() for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+class Follower(nn.Module):
+    """A state follows the mean of the outputs, and the loss reads it before or after that."""
+
+    state: Tensor
+
+    def __init__(self, *, reads_before: bool) -> None:
+        super().__init__()
+        self.linear, self.reads_before = nn.Linear(8, 8), reads_before
+        self.register_buffer("state", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, before = self.linear(x), self.state
+        self.state = 0.9 * self.state + 0.1 * y.detach().mean(0)
+        return y + (before if self.reads_before else self.state)
+
+
+def follower_job(*, reads_before: bool, reduction: str = "mean") -> bf.Job:
+    return bf.Job(
+        model=lambda: Follower(reads_before=reads_before),
+        loss=lambda model, batch: getattr(model(batch).square().mean(1), reduction)(),
+        batch=lambda n: torch.rand(n, 8),
+        optimizer="sgd",
+    )
+
+
+def split_plan(job: bf.Job) -> bf.Plan:
+    return bf.plan(job, "RTX 3090", global_batch_size=8, micro_batch_size=2, split_batch_norm=True)
+
+
+@pytest.mark.parametrize("reads_before", [True, False])
+def test_state_that_forwards_update_is_not_taken_for_another_loss(*, reads_before: bool) -> None:
+    job = follower_job(reads_before=reads_before)
+    plan = split_plan(job)
+    assert any("each micro-batch sees other values: 'state'" in note for note in plan.notes)
+    report = bf.verify(job, plan)
+    assert report.holds
+    of_loss = report.comparisons[-1]
+    assert bool(of_loss.why_not_compared) is not reads_before  # from the same state it is the mean over samples
+    model = Follower(reads_before=reads_before)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bf.apply(plan, job, model, torch.optim.SGD(model.parameters(), 0.1))(torch.rand(8, 8))
+    assert any("each forward updates state" in str(each.message) for each in caught)
+
+
+def test_a_sum_is_refused_although_forwards_update_state() -> None:
+    with pytest.raises(EquivalenceError, match=r'Job\(reduction="sum"\)'):
+        split_plan(follower_job(reads_before=True, reduction="sum"))
 
 
 def spectral(width: int) -> nn.Module:
@@ -296,7 +346,7 @@ def spectral(width: int) -> nn.Module:
 
 COUPLED_LAYERS = {
     "BatchNorm": (nn.BatchNorm1d, "1 BatchNorm layer normalises over micro-batches of 2"),
-    "spectral norm": (spectral, "each forward changes what the next one finds: 4 times a step"),
+    "spectral norm": (spectral, "each forward updates state that the next one reads: 4 times a step"),
 }
 
 
@@ -348,7 +398,7 @@ def test_layers_with_a_state_are_found_with_a_loss_that_asks_for_gradients() -> 
     job = replace(job_of(gradient_penalty), model=lambda: nn.Sequential(nn.Linear(8, 8), spectral(8)))
     model = job.model()  # type: ignore[operator]
     step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.warns(UserWarning, match="each forward changes what the next one finds"):
+    with pytest.warns(UserWarning, match="each forward updates state that the next one reads"):
         step(torch.rand(8, 8))
     parameters = list(model.parameters())
     assert all(parameter.grad is None for parameter in parameters)

@@ -21,7 +21,7 @@ from brimful.capture.captured_step import StepObservers
 from brimful.capture.corrections.functions import CorrectedFunctions
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.own_loop.closures import ClosureSteps
-from brimful.capture.own_loop.growth import Growth
+from brimful.capture.recording.growth import Growth
 from brimful.errors import CaptureError
 from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job
@@ -66,7 +66,7 @@ def run_loop(
     batches = LoopBatches(batch, steps, begin_batch, growth.note_step)
     with _phases_followed(model, observers, functions, batches):
         batches.feed(job, model, CaptureError)
-    growth.report()
+    growth.report("A loss that is kept keeps its graph; keep loss.item() or loss.detach()")
     return LoopSteps(steps=batches.steps, micro_batches=batches.micro_batches[-1])
 
 

@@ -282,8 +282,8 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> I
         yield "What DeepSpeed takes is computed by its rules, not captured, and is less exact."
     if baseline.stateful_modules:
         yield (
-            f"Each forward changes what the next one finds, {listed(baseline.stateful_modules)}, each rank for "
-            "itself; that of the first is kept."
+            f"Each forward updates state that the next one reads, {listed(baseline.stateful_modules)}, each "
+            "rank for itself; that of the first is kept."
         )
     if baseline.batch_norm_modules:
         yield (

@@ -1,4 +1,4 @@
-"""A loop whose memory grows with every step: losses kept with their graphs, outputs appended to a list."""
+"""Memory that grows with every step: losses kept with their graphs, a buffer that outputs are added to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LEAST_FRACTION = 1 / 1000
 
 
 class Growth:
-    """Compares the memory that tensors hold from step to step of a loop."""
+    """Compares the memory that tensors hold from step to step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -24,8 +24,11 @@ class Growth:
         live = frozenset(self._recorder.ledger.live.values())
         self._new, self._latest = live - self._latest, live
 
-    def report(self) -> None:
-        """Add a note to the estimate if each of the last two steps kept more than the one before."""
+    def report(self, advice: str) -> None:
+        """Add a note to the estimate, which ends with `advice`, if each of the last two steps kept more.
+
+        The first step creates the optimizer's state, and so keeps at least as much as grows with each.
+        """
         if len(self._held_bytes) < 3:
             return
         first, second, third = self._held_bytes[-3:]
@@ -33,8 +36,7 @@ class Growth:
         if grown_bytes > third * _LEAST_FRACTION:
             self._recorder.facts.note(
                 f"memory that grows by {format_bytes(grown_bytes)} with every step{self._line()}: "
-                f"{len(self._held_bytes) - 1} steps are predicted. A loss that is kept keeps its graph; keep "
-                "loss.item() or loss.detach()"
+                f"{len(self._held_bytes) - 1} steps are predicted. {advice}"
             )
 
     def _line(self) -> str:
