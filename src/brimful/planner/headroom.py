@@ -20,9 +20,16 @@ def with_headroom(request: Request, baseline: Estimate) -> Request:
     return replace(request, budget_bytes=budget_bytes, limit_bytes=limit_of(request))
 
 
-def bytes_over(peak: DevicePeak, request: Request, probability: float) -> int:
-    """Bytes by which the limit of a request is too low for a choice to exceed it with at most a probability."""
-    return bytes_at_probability(peak, request.device.kind, probability) - limit_of(request)
+def lowered_limit(peak: DevicePeak, request: Request, probability: float) -> int | None:
+    """Reserved bytes below which a choice may exceed the request's limit with at most a probability.
+
+    They are lower than those of the peak by the headroom that the peak lacks, relative to it; None if it lacks
+    none.
+    """
+    needed_bytes = bytes_at_probability(peak, request.device.kind, probability)
+    if needed_bytes <= limit_of(request):
+        return None
+    return int(peak.likely_bytes * limit_of(request) / needed_bytes) - request.device.context_bytes
 
 
 def exceedance_of(estimate: Estimate, request: Request) -> float:

@@ -25,7 +25,7 @@ from brimful.planner.explain.infeasible import nothing_fits
 from brimful.planner.explain.notes import notes_for, what_safety_costs
 from brimful.planner.fastest import by_time, expected_fastest, fastest_within, with_less_offloading
 from brimful.planner.floor import step_over_floor
-from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
+from brimful.planner.headroom import exceedance_of, lowered_limit, with_headroom
 from brimful.planner.plan import Plan, PlanStatus
 from brimful.planner.request import Request
 from brimful.planner.simplest import simplest_first
@@ -93,13 +93,13 @@ def _found(candidates: Sequence[Candidate], request: Request, exceedance: float)
         found = fastest_within(candidates, limit_bytes)
         if not found:
             return []
-        over_bytes = bytes_over(found[0].device_peak, request, exceedance)
-        if over_bytes <= 0:
+        lowered = lowered_limit(found[0].device_peak, request, exceedance)
+        if lowered is None:
             found = _simplest_of(candidates, found, request, limit_bytes)
-            over_bytes = bytes_over(found[0].device_peak, request, exceedance)
-            if over_bytes <= 0:
+            lowered = lowered_limit(found[0].device_peak, request, exceedance)
+            if lowered is None:
                 return found
-        limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
+        limit_bytes = lowered
     return []
 
 
@@ -112,13 +112,12 @@ def _expected_limit(candidates: Sequence[Candidate], request: Request, exceedanc
     limit_bytes = request.reserved_budget_bytes
     for _ in range(MOST_ROUNDS):
         best = expected_fastest(candidates, limit_bytes)
-        over_bytes = 0 if best is None else bytes_over(best.device_peak, request, exceedance)
-        if best is None or over_bytes <= 0:
+        lowered = None if best is None else lowered_limit(best.device_peak, request, exceedance)
+        if best is None or lowered is None:
             break
-        reserved_bytes = best.device_peak.likely_bytes - request.device.context_bytes
-        if reserved_bytes > limit_bytes:
+        if best.device_peak.likely_bytes - request.device.context_bytes > limit_bytes:
             break
-        limit_bytes = reserved_bytes - over_bytes
+        limit_bytes = lowered
     return limit_bytes
 
 

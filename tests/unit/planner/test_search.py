@@ -400,6 +400,19 @@ def test_what_is_safer_is_planned_also_where_something_less_safe_is_faster() -> 
     assert any("max_exceedance" in note and "faster" in note for note in safe.notes)
 
 
+@pytest.mark.parametrize(
+    ("name", "budget"), [("gpt2", "400MiB"), ("resnet50", "400MiB"), ("bert-base", "1MiB")]
+)
+def test_a_budget_that_is_said_to_fit_is_kept_with_the_probability_asked_for(name: str, budget: str) -> None:
+    options = {} if name == "resnet50" else {"num_hidden_layers": 2}
+    job = find_architecture(name, **options)
+    with pytest.raises(InfeasibleError) as caught:
+        bf.plan(job, "RTX 3090", global_batch_size=8, budget=budget)
+    needed = str(caught.value).split("would fit: a budget of ")[1].split("\n")[0].split(",")[0]
+    plan = bf.plan(job, "RTX 3090", global_batch_size=8, budget=needed)
+    assert plan.predicted_exceedance_probability <= 0.01
+
+
 def test_without_a_budget_a_plan_exceeds_the_device_with_at_most_one_percent() -> None:
     """Not only what it has less the default margin: here the whole batch would take more than that may."""
     job = find_architecture("bert-base", num_hidden_layers=2)

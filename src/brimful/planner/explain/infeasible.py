@@ -14,6 +14,7 @@ from brimful.planner.floor import Floor
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
+from brimful.prediction.exceedance import bytes_at_probability
 from brimful.settings import Action, Precision, Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
@@ -137,7 +138,8 @@ def _options(capture: Capture, request: Request, smallest: Estimate, baseline: T
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
     if may_fit_without_state:
         yield from _more_host_memory(capture, request, settings)
-    yield f"a budget of {_rounded_up(smallest.predicted_peak_device_bytes)}"
+    needed_bytes = bytes_at_probability(smallest.device_peak, request.device.kind, request.asked.max_exceedance)
+    yield f"a budget of {_rounded_up(max(needed_bytes, smallest.predicted_peak_device_bytes))}"
 
 
 def _more_host_memory(capture: Capture, request: Request, settings: Settings) -> Iterator[str]:

@@ -329,7 +329,7 @@ def not_empty(path: Path, present: Sequence[str]) -> RunDirectoryError:
     named = ", ".join(present[:_MOST_ENTRIES_NAMED]) + (", …" if len(present) > _MOST_ENTRIES_NAMED else "")
     return RunDirectoryError(
         f"the run directory {path} is not empty: it has {named}. A run writes into a new or empty directory "
-        "only: choose another; or, if it has a run that is to be resumed, resume it (--resume)."
+        "only: choose another; or, if it has a run that is to be resumed, resume it (resume=True, --resume)."
     )
 
 
