@@ -44,12 +44,22 @@ def _place_of(name: str) -> str:
     return "".join(f"; it is brimful.{place}.{name}" for place in places[:1])
 
 
-def _names_of(package: str) -> list[str]:
-    """The names that a package takes from its modules, or the classes and functions of a module."""
+def _names_of(package: str) -> set[str]:
+    """The names in `__all__` of a package, or those that a module without it defines."""
     path = Path(__file__).parent / package / "__init__.py"
     tree = ast.parse((path if path.exists() else path.parent.with_suffix(".py")).read_text(encoding="utf-8"))
-    taken = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return taken + [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    assigned = {
+        name.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    if "__all__" in assigned:
+        return set(ast.literal_eval(assigned["__all__"]))
+    return {
+        node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    } | assigned.keys()
 
 
 def __dir__() -> list[str]:

@@ -284,17 +284,19 @@ def _any_of(hints: tuple[Any, ...]) -> Check:
     checks = [(_check_of(hint), get_origin(hint) is Literal) for hint in hints]
 
     def checked(value: Any) -> Any:
-        expected, of_value = [], None  # texts, as the errors would hold this frame and its callers in a cycle
+        expected, of_value, is_value = [], None, False  # texts: errors would hold this frame in a cycle
         for check, is_literal in checks:
             try:
                 return check(value)
             except _MisfitError as misfit:
                 expected.append(misfit.expected)
+                is_value = is_value or misfit.is_value
                 if misfit.is_value and of_value is None and not is_literal:  # of the right type
                     of_value = misfit.expected
         if of_value is not None:
             raise _MisfitError(of_value, is_value=True)
-        raise _MisfitError(" or ".join(filter(None, [", ".join(expected[:-1]), expected[-1]])))
+        listed = " or ".join(filter(None, [", ".join(expected[:-1]), expected[-1]]))
+        raise _MisfitError(listed, is_value=is_value)
 
     return checked
 

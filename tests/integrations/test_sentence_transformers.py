@@ -93,7 +93,7 @@ def split_loss(own: Any) -> Any:
     """The loss of 8 different samples beside the mean of its parts."""
     job, samples = bft.job(own), [own.train_dataset[index] for index in range(8)]
     batch = own.data_collator(samples)
-    return compare_split_loss(job, job.model, batch, samples=8, micro_batch_size=2, from_same_state=False)
+    return compare_split_loss(job, job.model, batch, samples=8, micro_batch_size=2)
 
 
 @pytest.mark.parametrize("name", sorted(MEANS))

@@ -45,8 +45,12 @@ def test_what_is_not_a_public_name_is_found_in_its_package() -> None:
     assert bf.trainer.Callback is importlib.import_module("brimful.trainer").Callback
     with pytest.raises(AttributeError, match=r"no attribute 'Callback'; it is brimful\.trainer\.Callback"):
         getattr(bf, "Callback")  # noqa: B009  # mypy knows that it is not there
-    with pytest.raises(AttributeError, match=r"no attribute 'nonesuch'$"):
-        getattr(bf, "nonesuch")  # noqa: B009
+    for name, place in {"check_plan": "api", "Samples": "job", "DEFAULT_OPTIMIZER": "job"}.items():
+        with pytest.raises(AttributeError, match=rf"; it is brimful\.{place}\.{name}$"):
+            getattr(bf, name)
+    for name in ("nonesuch", "dataclass", "Callable"):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'$"):
+            getattr(bf, name)
 
 
 def test_importing_brimful_loads_no_torch() -> None:

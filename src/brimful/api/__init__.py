@@ -3,8 +3,8 @@
     Job ─ capture ─▶ Trace ─ memory, cost ─▶ Estimate
                        └──── planner ──────▶ Plan ─ transforms ─▶ nn.Module ─ trainer ─▶ weights, report
 
-Every function takes a `Job` and a device; the classes are of what some return. Nothing is computed here; each
-function hands the output of one stage to the next. Start reading at `plans.plan`.
+Every function takes a `Job` and a device; the classes are what some of them return. Nothing is computed here;
+each function hands the output of one stage to the next. Start reading at `plans.plan`.
 """
 
 from brimful.api.estimates import capture_trace, estimate, gpus

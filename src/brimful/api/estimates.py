@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from brimful.arguments import checks_arguments
-from brimful.batches import why_not_split
+from brimful.batches import layout_of, make_batch, named_tensors, sample_sizes, why_not_split
 from brimful.capture import capture_step
 from brimful.capture.cache import CapturesOnDevices
 from brimful.cost import step_seconds
@@ -32,10 +32,12 @@ from brimful.options import (
 )
 from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, estimate_trace
+from brimful.prediction.growth import growth_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
+from brimful.results import describe_growth
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -98,7 +100,7 @@ def estimate(
         compare_allocators: Also predict the same step under other allocator settings.
         evaluate: Also predict the evaluation of one micro-batch after a step.
         without: Names of corrections to disable, to see what they change.
-        save_trace: Write the captured steps to this file; see `Trace.save`.
+        save_trace: Write the predicted steps to this file; see `Trace.save`.
 
     Returns:
         Peak memory with its breakdown, step time, and whether the step fits.
@@ -175,11 +177,10 @@ class _Question:
     def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
         """The step at the largest micro-batch that fits, from captures at two sizes."""
         estimator = self.estimator()
-        found = estimator.largest()
+        found = estimator.largest(compares_allocators=compares_allocators)
         size = found.settings.micro_batch_size
-        if compares_allocators:
-            found = estimator.at(size, compares_allocators=True)
-        return found, estimator.trace_at(size)
+        longer = _note_of_longer_batch(self.job, with_longest_batch(self.job, _USUAL_SAMPLES).job, size)
+        return replace(found, notes=(*longer, *found.notes)), estimator.trace_at(size)
 
     def estimator(self) -> Estimator:
         """The step at any micro-batch size, from captures at two sizes."""
@@ -203,13 +204,17 @@ class _Question:
 
     def _decided(self, capture: Callable[..., Trace], samples: int) -> _Question:
         """The question with the memory format that is fastest for some samples, and the units recomputed."""
-        memory_format, notes = self.formats[0], self.notes
+        sized, memory_format, notes = (
+            replace(self.settings, micro_batch_size=samples),
+            self.formats[0],
+            self.notes,
+        )
         if len(self.formats) > 1:
-            compared = replace(self.settings, micro_batch_size=samples)
-            memory_format, notes = _fastest_format(capture, compared, self.device, self.formats)
+            memory_format, notes = _fastest_format(capture, sized, self.device, self.formats)
         settings = replace(self.settings, memory_format=memory_format)
         if self.recomputes:
-            settings = _with_all_recomputed(settings, capture(settings))
+            trace = capture(replace(sized, memory_format=memory_format))
+            settings = _with_all_recomputed(settings, trace)
         return replace(self, settings=settings, formats=(memory_format,), recomputes=False, notes=notes)
 
     def _estimate(self, trace: Trace, device: Device, *, notes: tuple[str, ...], **given: Any) -> Estimate:
@@ -221,7 +226,11 @@ class _Question:
             job.loop is None and self.settings.optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
         )
         of_optimizer = [DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []
-        return replace(found, notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)))
+        return replace(
+            found,
+            notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)),
+            uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
+        )
 
 
 @undisturbed()
@@ -373,6 +382,34 @@ _SIZE_NOTE = (
     "The micro-batch is 1 sample, as no size is given: micro_batch_size=… (--micro-batch-size). "
     'micro_batch_size="largest" (--largest) finds the largest that fits.'
 )
+
+
+_MOST_BATCH_BYTES = 2**30
+"""A larger batch is not made to look at its lengths. A choice."""
+
+
+def _note_of_longer_batch(job: Job, predicted: Job, samples: int) -> tuple[str, ...]:
+    """A note if samples are longer in a batch of the largest size, or no such batch can be made.
+
+    `predicted` is the job with the batches that are predicted.
+    """
+    try:
+        few = make_batch(predicted, _USUAL_SAMPLES)
+        few_bytes = sum(tensor.nbytes for _, tensor in named_tensors(few))
+        if few_bytes * samples > _MOST_BATCH_BYTES * _USUAL_SAMPLES:
+            return ()
+        low = sample_sizes(few, layout_of(job, whole=_USUAL_SAMPLES))
+        high = sample_sizes(make_batch(job, samples), layout_of(job, whole=samples))
+    except Exception as error:  # whatever the job's own code raises
+        return (f"No batch of {samples} samples, which would fit, could be made: {error}",)
+    growth = describe_growth(low, high)
+    if growth is None:
+        return ()
+    place, usual, longer = growth
+    return (
+        f"A batch of {samples} samples is longer: {place} is {longer}, and {usual} in one of "
+        f"{_USUAL_SAMPLES}, which is predicted. micro_batch_size={samples} predicts the longer one.",
+    )
 
 
 def _steps_of(job: Job) -> int:

@@ -23,7 +23,9 @@ from brimful.planner import (
     check_trace,
     search_calibrated,
 )
+from brimful.planner.plan import NOT_SURE
 from brimful.planner.request import Request
+from brimful.prediction.growth import growth_notes, keeps_memory
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.job_calibrations import JobKind, has_job_calibrations, kept_job_calibration
@@ -155,8 +157,12 @@ def _planned(
         found = search_calibrated(capture, request, calibration)
         is_mean = check(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
+        growth: tuple[str, ...] = ()
+        if keeps_memory(capture(found.settings)):
+            growth = growth_notes(capture(found.settings, 2))
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
-    notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_plan)
+    of_growth = (f"{NOT_SURE}{each}." for each in growth)
+    notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_growth, *of_plan)
     return replace(found, asked=asked, job_kind=kind, notes=notes, sample_sizes=longest.sizes)
 
 

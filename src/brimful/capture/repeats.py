@@ -173,7 +173,7 @@ class RepeatedBlocks:
                 return None
             try:
                 trace = capture(settings, shortening)
-            except (BrimfulError, LookupError):  # the model may count its blocks
+            except BrimfulError:  # the model may count its blocks
                 return None
             if trace is not None:
                 return trace if _shows_all(trace) else None

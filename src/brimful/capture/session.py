@@ -37,7 +37,6 @@ from brimful.capture.libraries import (
 from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.own_loop import run_loop
 from brimful.capture.recording.blocks import to_events, to_storages
-from brimful.capture.recording.growth import Growth
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.places import Place, devices_told
 from brimful.capture.recording.recorder import Recorder
@@ -270,13 +269,9 @@ class CaptureSession:
             makes_state_first=steps == 1 or self._settings.parallelism.is_zero,
         )
         self._format.follow(self._captured.optimizer)
-        growth = Growth(self._observers.recorder)
         for step in range(steps):
-            growth.note_step()
             _begin_step(self._rules)
             self._captured.run(step)
-        growth.note_step()
-        growth.report("What each forward keeps, such as a buffer that it adds its output to, is never freed")
         return move.written
 
     def _settled(self) -> Recorded:

@@ -70,9 +70,9 @@ class SharedUpdates:
         try:
             model = self._model_of(settings, shortening)
             update = None if model is None else self._update(settings, model.gradients)
-            return None if model is None or update is None else model.with_update(settings, update)
-        except (BrimfulError, LookupError):  # the whole capture has the error to show
+        except BrimfulError:  # the whole capture has the error to show
             return None
+        return None if model is None or update is None else model.with_update(settings, update)
 
     def _model_of(self, settings: Settings, shortening: Shortening | None) -> CapturedModel | None:
         """Forward and backward; the last captured ones if only the optimizer differs."""

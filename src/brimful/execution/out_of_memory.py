@@ -46,7 +46,8 @@ def out_of_memory(error: BaseException, handled: BaseException | None = None) ->
 
     Causes and contexts of `error` are checked too, up to one of brimful's own errors: it already reports what
     happened before, and an error that is raised while it is handled is another one. `handled` is the error that
-    was being handled before the action that raised: Python makes it a context, and it is not of the action.
+    was being handled before the action that raised: Python makes it a context, and it is not of the action,
+    unless the action raises it again.
     """
     for each in _chain(error, handled):
         is_by_type = isinstance(each, torch.OutOfMemoryError | MemoryError)
@@ -83,19 +84,18 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
         if message is None:
             raise
         place = _place(error.__traceback__)
-        free_frames(error, handled)
+        free_frames(error)
     return RanOut(message, place)
 
 
-def free_frames(error: BaseException, handled: BaseException | None) -> None:
+def free_frames(error: BaseException) -> None:
     """Free what the functions held that an error passed through, also where they hold the error itself.
 
-    So for the errors before it, up to the one that was `handled` before: undoing a step that ran out of memory
-    may run out too. Of the errors, only the messages may be needed afterwards. If they are left to the garbage
-    collector, a DataLoader waits five seconds for each worker, as its queues are finalised before its iterator
-    (torch 2.13).
+    So for the errors before it: undoing a step that ran out of memory may run out too. Of the errors, only the
+    messages may be needed afterwards. If they are left to the garbage collector, a DataLoader waits five
+    seconds for each worker, as its queues are finalised before its iterator (torch 2.13).
     """
-    remaining, seen = [error], {id(handled)}
+    remaining, seen = [error], set[int]()
     while remaining:
         each = remaining.pop()
         seen.add(id(each))
@@ -211,7 +211,7 @@ def _place(traceback: TracebackType | None) -> str:
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    seen = {id(handled)}
+    seen = set[int]() if error is handled else {id(handled)}
     each: BaseException | None = error
     while each is not None and id(each) not in seen and not isinstance(each, BrimfulError):
         seen.add(id(each))

@@ -159,6 +159,8 @@ class Estimate(PrintedResult):
     def at(self, micro_batch_size: int) -> Estimate:
         """Predict the same step at another micro-batch size, from captures at two sizes.
 
+        For this an estimate holds its job, and a model that is not made by a function.
+
         Args:
             micro_batch_size: Samples in one forward and backward pass.
 

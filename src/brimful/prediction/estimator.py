@@ -220,10 +220,13 @@ class Estimator:
         """The step at one micro-batch size; errors as `at` raises them."""
         return self._traces[guess].at(replace(self._settings, micro_batch_size=micro_batch_size))
 
-    def largest(self) -> Estimate:
+    def largest(self, **given: Any) -> Estimate:
         """Find the largest micro-batch that fits with the upper end of its interval, without cache flushes.
 
         It searches by doubling and bisection, assuming that memory grows with the micro-batch.
+
+        Args:
+            **given: What `estimate` takes besides, for the estimate of that micro-batch.
 
         Returns:
             The estimate of that micro-batch.
@@ -231,23 +234,22 @@ class Estimator:
         Raises:
             InfeasibleError: Not even one sample fits; the message says by how much.
         """
-        fits, too_large = None, 2
-        while too_large <= MOST_SAMPLES and (found := self.at(too_large)).verdict is Verdict.FITS:
-            fits, too_large = found, 2 * too_large
-        if fits is None:
-            fits = self.at(1)
-            if fits.verdict is not Verdict.FITS:
-                raise _nothing_fits(fits)
+        fitting, too_large = 1, 2
+        while too_large <= MOST_SAMPLES and self.at(too_large).verdict is Verdict.FITS:
+            fitting, too_large = too_large, 2 * too_large
+        if fitting == 1 and (one := self.at(1)).verdict is not Verdict.FITS:
+            raise _nothing_fits(one)
         if too_large > MOST_SAMPLES:
             note = f"The search ends at {MOST_SAMPLES:,} samples, which fit; more may fit too."
-            return replace(fits, notes=(*fits.notes, note))
-        while too_large - fits.settings.micro_batch_size > 1:
-            middle = self.at((fits.settings.micro_batch_size + too_large) // 2)
-            if middle.verdict is Verdict.FITS:
-                fits = middle
+            found = self.at(fitting, **given)
+            return replace(found, notes=(*found.notes, note))
+        while too_large - fitting > 1:
+            middle = (fitting + too_large) // 2
+            if self.at(middle).verdict is Verdict.FITS:
+                fitting = middle
             else:
-                too_large = middle.settings.micro_batch_size
-        return fits
+                too_large = middle
+        return self.at(fitting, **given)
 
 
 def _nothing_fits(estimate: Estimate) -> InfeasibleError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -181,7 +182,6 @@ def _compared(
                 batch,
                 samples=settings.rank_batch_size,
                 micro_batch_size=settings.micro_batch_size,
-                from_same_state=bool(stateful),
                 seed=seed,
             )
         )
@@ -283,13 +283,13 @@ def _in_format(plain: Settings, draws: bool, compute: Callable[..., _Computed]) 
     if draws:
         reason = "the model draws random numbers, which may be others for each element in another layout"
         return Comparison(name=name, why_not_compared=reason)
-    settings = replace(plain, precision=Precision.FP32)
+    settings, handled = replace(plain, precision=Precision.FP32), sys.exc_info()[1]
     try:
         own, found = (
             compute(each, in_float64=True) for each in (replace(settings, memory_format=None), settings)
         )
     except Exception as error:  # whatever a model or loss raises that is given other numbers than float32
-        if out_of_memory(error) is not None:
+        if out_of_memory(error, handled) is not None:
             raise
         reason = f"the step does not run in float64, in which memory formats are compared: {error}"
         return Comparison(name=name, why_not_compared=reason)

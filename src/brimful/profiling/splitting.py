@@ -30,7 +30,12 @@ from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
 from brimful.profiling.aligned_draws import AlignedDraws
-from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
+from brimful.profiling.coupled_layers import (
+    carried_state,
+    restoring_state,
+    what_split_changes,
+    without_gradients_if_it_can,
+)
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.trace import Phase, Trace
@@ -73,13 +78,9 @@ def compare_split_loss(
     *,
     samples: int,
     micro_batch_size: int,
-    from_same_state: bool,
     seed: int = 0,
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
-
-    With `from_same_state` each loss starts from the state that the batch starts from: for a model of which it
-    is known, and reported elsewhere, that a forward updates state that the next one reads.
 
     Modes and buffers of the model and the states of random generators are restored afterwards; the batch may be
     on any device. The loss runs without gradients unless it computes some itself, as that of a physics-informed
@@ -89,11 +90,14 @@ def compare_split_loss(
     make them equal, the means of several draws are compared: a sum instead of a mean, or a loss that compares
     samples, differs by far more than its noise.
 
+    If a forward updates state that the next one reads, in evaluation mode too, losses that differ are compared
+    again, each from the state that the batch starts from.
+
     The comparison is skipped if the loss cannot be computed in evaluation mode, its noise is larger than the
-    difference, or the losses differ and may do so as forwards update state.
+    difference, or the losses differ from the same state too, which the update itself may cause.
     """
     layout = layout_of(job, whole=samples, expected=samples)
-    split = _SplitLoss(job, model, batch, layout, micro_batch_size, from_same_state=from_same_state)
+    split = _SplitLoss(job, model, batch, layout, micro_batch_size)
     with (
         restoring_state(job, model),
         evaluation_mode(model),
@@ -112,18 +116,28 @@ def compare_split_loss(
 
 
 def _compared_split(split: _SplitLoss, seed: int) -> Comparison:
+    comparison, _ = _compared_once(split, seed)
+    if comparison.holds or not split.updates_state():
+        return comparison
+    split.starts_each_alike()
+    comparison, is_explained = _compared_once(split, seed)
+    if comparison.holds or is_explained:
+        return comparison
+    return Comparison(name=comparison.name, why_not_compared=_UPDATES_STATE)
+
+
+def _compared_once(split: _SplitLoss, seed: int) -> tuple[Comparison, bool]:
+    """The comparison, and whether another reduction explains the difference."""
     whole, parts, draws = split.values(seed, aligned=True)
     bound = split.rounding
     comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
     other = None if comparison.holds else split.other_reduction(whole, parts, bound)
     if other is not None:
         where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
-        return replace(comparison, where=where)
-    if not comparison.holds and draws:
-        comparison = _compared_on_average(split, seed, bound)
-    if not comparison.holds and split.from_same_state:
-        return Comparison(name=comparison.name, why_not_compared=_READS_STATE)
-    return comparison
+        return replace(comparison, where=where), True
+    if comparison.holds or not draws:
+        return comparison, False
+    return _compared_on_average(split, seed, bound), False
 
 
 def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
@@ -162,7 +176,7 @@ def check_split(
         raise not_the_same(job, terms, samples, "cpu", end=end)
     most = min(micro, CHECKED_SAMPLES)
     few = _few_samples(job, layout, global_batch, min(2 * most, samples))
-    is_warned = _warns_of_layers(job, settings, model, layout.split(few, micro)[0])
+    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
         return True
     for size in dict.fromkeys((most, 1)):  # fewer samples if memory is short
@@ -171,12 +185,7 @@ def check_split(
             reason = _why_too_many(job, settings, batch) if layout.count(batch) > micro else ""
             if not reason:
                 comparison = compare_split_loss(
-                    job,
-                    model,
-                    batch,
-                    samples=layout.count(batch),
-                    micro_batch_size=size,
-                    from_same_state=is_warned,
+                    job, model, batch, samples=layout.count(batch), micro_batch_size=size
                 )
                 break
         except torch.OutOfMemoryError as error:
@@ -276,14 +285,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs
             warnings.simplefilter("ignore")
             model = build_model(job, is_copied=True).train()
             batch = make_batch(job, samples)
-            comparison = compare_split_loss(
-                job,
-                model,
-                batch,
-                samples=samples,
-                micro_batch_size=size,
-                from_same_state=bool(baseline.stateful_modules),
-            )
+            comparison = compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
     except Exception:  # whatever code of the job raises that needs more than a host and few samples
         return False
     if not comparison.holds:
@@ -317,8 +319,7 @@ def not_the_same(
     return EquivalenceError(f"{report}\n{end}".rstrip())
 
 
-def _warns_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> bool:
-    """Warn of layers that depend on the micro-batch; whether there are any."""
+def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
     try:
         changes = list(what_split_changes(job, settings, model, few))
     except PartialUpdateError:
@@ -329,10 +330,9 @@ def _warns_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch)
         )
         reason = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else reason
         warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
-        return False
+        return
     if changes:
         warnings.warn(split_changes_layers(changes), LayerSplitWarning, stacklevel=4)
-    return bool(changes)
 
 
 def check_may_split(
@@ -403,20 +403,10 @@ class _SplitLoss:
     """The loss of a batch, on any device, and of its parts, by a model in evaluation mode."""
 
     def __init__(
-        self,
-        job: Job,
-        model: nn.Module,
-        batch: Batch,
-        layout: BatchLayout,
-        micro_batch_size: int,
-        *,
-        from_same_state: bool,
+        self, job: Job, model: nn.Module, batch: Batch, layout: BatchLayout, micro_batch_size: int
     ) -> None:
-        self._model, self._batch = model, batch
-        self.from_same_state = from_same_state
-        self._restoring: Callable[[], AbstractContextManager[None]] = (
-            partial(restoring_state, job, model) if from_same_state else nullcontext
-        )
+        self._job, self._model, self._batch = job, model, batch
+        self._restoring: Callable[[], AbstractContextManager[None]] = nullcontext
         self._loss = loss_of(job)
         self._dim = job.batch_dim or 0
         self._parts = layout.split(batch, micro_batch_size)
@@ -450,6 +440,14 @@ class _SplitLoss:
             parts = self._of_parts(aligned)
         of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
         return whole, parts, of_others or (draws is not None and draws.drawn > 0)
+
+    def updates_state(self) -> bool:
+        """Whether a forward in evaluation mode updates state that the next one reads."""
+        return bool(carried_state(self._job, self._model, self._parts[0]))
+
+    def starts_each_alike(self) -> None:
+        """Compute each loss from the state that the batch starts from, from now on."""
+        self._restoring = partial(restoring_state, self._job, self._model)
 
     def other_reduction(self, whole: float, parts: float, bound: float) -> str | None:
         """The reduction of the loss, "sum" or "mean", if it is not the one that the job states; else None."""
@@ -505,9 +503,9 @@ def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparis
     )
 
 
-_READS_STATE = (
-    "each forward updates state that the loss reads, and the loss differs by more than rounding, which may be "
-    "due to it"
+_UPDATES_STATE = (
+    "each forward updates state in evaluation mode too, which may be why the losses differ by more than "
+    "rounding"
 )
 _NOT_FINITE = "the baseline computes NaN or infinite numbers itself"
 _NO_LOSS = "the loss of few samples is zero within rounding, which shows nothing"

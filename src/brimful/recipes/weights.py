@@ -80,7 +80,7 @@ def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str])
 
 def unreadable(path: Path, error: Exception) -> Exception:
     """The one-line `UsageError` for weights that cannot be read; `error` itself if memory ran out."""
-    if out_of_memory(error) is not None:
+    if out_of_memory(error, error.__context__) is not None:
         return error
     if isinstance(error, pickle.UnpicklingError):
         return UsageError(

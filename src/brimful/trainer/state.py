@@ -7,6 +7,7 @@ To add a part, add it here and to `Checkpoint` in `storage/checkpoint.py`, which
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -230,6 +231,7 @@ def _rates(optimizer: Optimizer) -> Rates:
 def _load_own(run: TrainState, state: Checkpoint) -> None:
     scaler = run.executor.scaler
     check_parts(state, run.optimizer, run.scheduler, scaler)
+    handled = sys.exc_info()[1]
     try:
         run.optimizer.load_state_dict(divided_state(run.optimizer, state.optimizer))
         if run.scheduler is not None:
@@ -237,7 +239,7 @@ def _load_own(run: TrainState, state: Checkpoint) -> None:
         if scaler is not None:
             scaler.load_state_dict(state.scaler or {})
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if out_of_memory(error) is not None:
+        if out_of_memory(error, handled) is not None:
             raise
         raise ResumeError(
             f"the saved state does not match this {_class_of(run.optimizer)}: {error}. Resume with "

@@ -49,22 +49,6 @@ def write_average(module: Keeps, x: Tensor) -> None:
     module.kept.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
 
 
-def append(module: Keeps, x: Tensor) -> None:
-    module.kept = torch.cat([module.kept, x.detach()])
-
-
-def keep_a_list(module: Keeps, x: Tensor) -> None:
-    module.__dict__.setdefault("outputs", []).append(module.inner(x))
-
-
-def keep_the_latest(module: Keeps, x: Tensor) -> None:
-    module.kept = torch.cat([module.kept, x.detach()])[-SAMPLES:]
-
-
-def make_a_cache(module: Keeps, _x: Tensor) -> None:
-    module.__dict__.setdefault("cache", torch.ones(1000, INPUTS))
-
-
 def count_forwards(module: Keeps, _x: Tensor) -> None:
     module.kept += 1
 
@@ -111,31 +95,6 @@ def test_a_buffer_that_each_forward_changes_couples_the_micro_batches(name: str)
     assert trace.stateful_modules == expected
     assert trace.batch_coupled_modules == expected
     assert trace.batch_norm_modules == ()
-
-
-@pytest.mark.parametrize("change", [append, keep_a_list])
-def test_what_a_forward_keeps_of_every_step_makes_an_estimate_uncertain(
-    change: Callable[[Keeps, Tensor], None],
-) -> None:
-    settings = Settings(micro_batch_size=SAMPLES)
-    trace = capture_step(
-        job(lambda: Keeps(torch.zeros(1, INPUTS), change)), settings, find_device("cpu"), steps=2
-    )
-    (note,) = trace.uncertain_ops
-    assert note.startswith("memory that grows by ")
-    assert "such as a buffer that it adds its output to" in note
-
-
-@pytest.mark.parametrize("change", [replace_average, keep_the_latest, make_a_cache, count_forwards])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_memory_that_does_not_grow_is_not_reported(
-    change: Callable[[Keeps, Tensor], None], optimizer: str
-) -> None:
-    stateful = replace(job(lambda: Keeps(torch.zeros(SAMPLES, INPUTS), change)), optimizer=optimizer)
-    for micro_batches in (1, 2):
-        settings = Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=micro_batches)
-        trace = capture_step(stateful, settings, find_device("cpu"), steps=2)
-        assert not any("grows" in note for note in trace.uncertain_ops)
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -16,6 +16,7 @@ from brimful.capture import capture_step
 from brimful.errors import CaptureError
 from brimful.memory import live_profile, predict_memory
 from brimful.prediction import estimate_trace
+from brimful.prediction.growth import growth_notes
 from brimful.settings import Settings
 from brimful.trace import Category, Phase, Trace
 from helpers.captured_jobs import A100, CPU, bytes_of, cross_entropy, job, loop_of
@@ -352,9 +353,8 @@ def keeping(what: Callable[[Tensor], object], most: int) -> Loop:
 
 
 def test_an_estimate_says_where_memory_grows_with_every_step() -> None:
-    notes = captured(keeping(lambda loss: loss, most=1000)).uncertain_ops
-    (note,) = [note for note in notes if "grows by" in note]
-    assert "3 steps are predicted" in note
+    (note,) = growth_notes(captured(keeping(lambda loss: loss, most=1000)))
+    assert "in the last of 3 steps" in note
     assert "loss.item()" in note
 
 
@@ -365,7 +365,7 @@ def test_an_estimate_says_where_memory_grows_with_every_step() -> None:
 def test_a_loop_that_keeps_no_more_from_step_to_step_is_not_said_to_grow(
     what: Callable[[Tensor], object], most: int
 ) -> None:
-    assert not [note for note in captured(keeping(what, most)).uncertain_ops if "grows by" in note]
+    assert growth_notes(captured(keeping(what, most))) == ()
 
 
 def test_a_loop_may_ask_for_more_batches_than_there_are() -> None:

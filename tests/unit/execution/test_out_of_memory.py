@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from brimful.errors import OutOfMemoryError
-from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, unless_out_of_memory
+from brimful.errors import OutOfMemoryError, UsageError
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, unless_out_of_memory, with_room
+from brimful.trainer import load_weights
 
 
 class Held:
@@ -80,18 +83,11 @@ def test_an_error_that_is_raised_while_brimful_s_own_is_handled_is_not_out_of_me
 
 
 def test_the_error_that_is_handled_when_a_step_is_called_is_not_of_the_step() -> None:
-    def users() -> None:
-        held = Held()
-        raise torch.OutOfMemoryError(f"CUDA out of memory. In the user's {type(held).__name__}.")
-
-    def handling(step: Callable[[], None]) -> tuple[object, object]:
+    def handling(step: Callable[[], None]) -> object:
         try:
-            users()
-        except torch.OutOfMemoryError as error:
-            found, traceback = unless_out_of_memory(step), error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        return found, traceback and traceback.tb_frame.f_locals.get("held")
+            raise torch.OutOfMemoryError("CUDA out of memory. In the user's code.")
+        except torch.OutOfMemoryError:
+            return unless_out_of_memory(step)
 
     def runs_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. In the step.")
@@ -99,8 +95,48 @@ def test_the_error_that_is_handled_when_a_step_is_called_is_not_of_the_step() ->
     def fails() -> None:
         raise ValueError("the step is wrong")
 
-    found, held_by_users = handling(runs_out)
-    assert isinstance(found, RanOut)
-    assert isinstance(held_by_users, Held)
+    assert isinstance(handling(runs_out), RanOut)
     with pytest.raises(ValueError, match="the step is wrong"):
         handling(fails)
+
+
+def test_an_error_that_is_raised_again_while_it_is_handled_is_of_the_step() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. In a worker.")
+
+    def raises_again() -> None:
+        raise error
+
+    try:
+        raises_again()
+    except torch.OutOfMemoryError:
+        assert isinstance(unless_out_of_memory(raises_again), RanOut)
+
+
+@pytest.mark.usefixtures("_without_garbage_collection")
+def test_what_a_step_held_is_freed_before_undoing_it_is_tried_again() -> None:
+    alive: list[weakref.ref[Held]] = []
+
+    def step() -> None:
+        held = Held()
+        alive.append(weakref.ref(held))
+        raise torch.OutOfMemoryError("CUDA out of memory. In the step.")
+
+    def undo() -> str:
+        if alive[0]() is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. The step holds what undoing takes.")
+        return "undone"
+
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        assert with_room(undo, during="the step is undone") == "undone"
+
+
+def test_weights_of_another_model_are_refused_in_words_while_an_error_is_handled(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"other": torch.zeros(1)}, path)
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    except torch.OutOfMemoryError:
+        with pytest.raises(UsageError, match="has no weights for this Linear"):
+            load_weights(torch.nn.Linear(2, 2), path)

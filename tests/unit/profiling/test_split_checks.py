@@ -286,7 +286,7 @@ def test_gradients_that_are_there_are_there_unchanged_after_a_loss_that_runs_bac
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, 8))
-    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2, from_same_state=False)
+    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2)
     assert all(not parameter.grad.any() for parameter in model.parameters())  # type: ignore[union-attr]
 
 
@@ -335,13 +335,38 @@ def test_state_that_forwards_update_is_not_taken_for_another_loss(*, reads_befor
     assert any("each forward updates state" in str(each.message) for each in caught)
 
 
+def spectral(width: int) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, spectral])
+def test_a_loss_that_compares_samples_is_refused_although_a_layer_couples_them(
+    layer: Callable[[int], nn.Module],
+) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        embedded = model(batch)
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(batch)))
+
+    job = bf.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), layer(8)),
+        loss=loss,
+        batch=lambda n: torch.rand(n, 8),
+        optimizer="sgd",
+    )
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
+        split_plan(job)
+    assert not bf.verify(job, SPLIT).holds
+    model = job.model()  # type: ignore[operator]
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(EquivalenceError, match="is NOT the same training"):
+            step(torch.rand(8, 8))
+
+
 def test_a_sum_is_refused_although_forwards_update_state() -> None:
     with pytest.raises(EquivalenceError, match=r'Job\(reduction="sum"\)'):
         split_plan(follower_job(reads_before=True, reduction="sum"))
-
-
-def spectral(width: int) -> nn.Module:
-    return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
 
 
 COUPLED_LAYERS = {

@@ -21,7 +21,6 @@ from brimful.capture.captured_step import StepObservers
 from brimful.capture.corrections.functions import CorrectedFunctions
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.own_loop.closures import ClosureSteps
-from brimful.capture.recording.growth import Growth
 from brimful.errors import CaptureError
 from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job
@@ -55,18 +54,14 @@ def run_loop(
         tensors = dict(named_tensors(batch))
         recorder.mark(tensors.values(), Category.INPUTS, tensors)
 
-    growth = Growth(recorder)
-
     def begin_batch() -> None:
         if batches.micro_batch == 0:
-            growth.note_step()
             begin_step()
         recorder.position.enter(Phase.FORWARD, batches.micro_batch, batches.steps)
 
-    batches = LoopBatches(batch, steps, begin_batch, growth.note_step)
+    batches = LoopBatches(batch, steps, begin_batch, end=lambda: None)
     with _phases_followed(model, observers, functions, batches):
         batches.feed(job, model, CaptureError)
-    growth.report("A loss that is kept keeps its graph; keep loss.item() or loss.detach()")
     return LoopSteps(steps=batches.steps, micro_batches=batches.micro_batches[-1])
 
 

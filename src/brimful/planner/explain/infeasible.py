@@ -11,6 +11,7 @@ from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
 from brimful.planner.coupling import why_kept_whole
 from brimful.planner.floor import Floor
+from brimful.planner.headroom import lowered_limit
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
@@ -134,12 +135,18 @@ def _options(capture: Capture, request: Request, smallest: Estimate, baseline: T
             estimate = estimate_unlimited(per_rank_trace(trace), request.device)
         except (CaptureError, UsageError):  # what is pinned may not go with it
             continue
-        if estimate.predicted_peak_device_bytes <= request.budget_bytes and not estimate.uncertain_ops:
+        if _keeps_limit(estimate, request) and not estimate.uncertain_ops:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
     if may_fit_without_state:
         yield from _more_host_memory(capture, request, settings)
-    needed_bytes = bytes_at_probability(smallest.device_peak, request.device.kind, request.asked.max_exceedance)
-    yield f"a budget of {_rounded_up(max(needed_bytes, smallest.predicted_peak_device_bytes))}"
+    exceedance = request.asked.max_exceedance
+    needed_bytes = bytes_at_probability(smallest.device_peak, request.device.kind, exceedance)
+    yield f"a budget of {_rounded_up(needed_bytes)}, with a probability of {1 - exceedance:.4g}"
+
+
+def _keeps_limit(estimate: Estimate, request: Request) -> bool:
+    """Whether a step exceeds the limit with at most the probability that is permitted."""
+    return lowered_limit(estimate.device_peak, request, request.asked.max_exceedance) is None
 
 
 def _more_host_memory(capture: Capture, request: Request, settings: Settings) -> Iterator[str]:
@@ -152,8 +159,7 @@ def _more_host_memory(capture: Capture, request: Request, settings: Settings) ->
         return
     needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)
     estimate = estimate_unlimited(trace, request.device)
-    fits = estimate.predicted_peak_device_bytes <= request.budget_bytes
-    if fits and needed_bytes > request.offload_host_bytes:
+    if _keeps_limit(estimate, request) and needed_bytes > request.offload_host_bytes:
         yield (
             f"host_memory {_rounded_up(needed_bytes)}, --host-memory, for the optimizer's state "
             f"({format_bytes(request.offload_host_bytes)} permitted now; "

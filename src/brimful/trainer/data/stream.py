@@ -108,10 +108,11 @@ class BatchStream:
             start = time.perf_counter()
             self._before_batch = self.randomness.state
             batch, failure = self._read(batches)
-            handled = sys.exc_info()[1]
-            ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure, handled)
+            ran_out = None
+            if failure is not None and not self._ranks.is_distributed:
+                ran_out = out_of_memory(failure, sys.exc_info()[1])
             if failure is not None and ran_out is not None:
-                free_frames(failure, handled)
+                free_frames(failure)
                 del batches, failure  # they keep batches alive that were read ahead
                 make_room(_HOST)
                 batches = self._opened_again(self._before_batch)

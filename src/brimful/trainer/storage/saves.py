@@ -18,7 +18,6 @@ import io
 import json
 import pickle
 import shutil
-import sys
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -144,11 +143,10 @@ class Saves:
             return
         wait_for([self._writing])  # where an error interrupts it, it is called again
         writing, self._writing = self._writing, None
-        handled = sys.exc_info()[1]
         try:
             self.saved_step = writing.result()
         except (SaveError, UsageError) as error:
-            free_frames(error, handled)  # they hold copies of all weights
+            free_frames(error)  # they hold copies of all weights
             raise
         finally:
             del writing  # it holds the error, which holds this frame
@@ -180,7 +178,6 @@ class Saves:
         """Write a save; return its step. What it raises is the same on every rank."""
         path = self._directory / name_of(copies.step)
         unfinished = self._directory / f".{path.name}{PARTIAL}"
-        handled = sys.exc_info()[1]
         try:
             self._all_do(partial(self._begin, unfinished))
             written = self._all_do(partial(self._write_own, unfinished, copies))
@@ -195,7 +192,7 @@ class Saves:
             if self.saved_step is not None:
                 before = f"The checkpoint after step {self.saved_step} is complete."
             self._discard(unfinished)
-            free_frames(error, handled)
+            free_frames(error)
             raise SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {room}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,7 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
         UsageError: The directory has no weights, or the file is damaged or of another model.
     """
     file = weights_of_run(Path(path)) if Path(path).is_dir() else Path(path)
+    handled = sys.exc_info()[1]
     try:
         missing, unexpected = load_state(model, wrapped_state(model, read_tensors(file)))
         # extra state is not a tensor, and was not saved
@@ -55,7 +57,7 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
         if missing or unexpected:
             raise KeyError(f"missing {missing}, not in the model {unexpected}")
     except (FileFormatError, KeyError, RuntimeError) as error:
-        if out_of_memory(error) is not None:
+        if out_of_memory(error, handled) is not None:
             raise
         raise UsageError(f"{file} has no weights for this {type(model).__name__}: {error}") from error
     return file
