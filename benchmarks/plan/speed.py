@@ -4,7 +4,8 @@
     python benchmarks/plan/speed.py --before ../before --repeats 3
 
 Each command is a process of its own. Runs of both versions alternate, as other work on the machine slows both:
-compare ratios. The cache directory has this machine's rates alone.
+compare ratios. The cache directory has this machine's rates alone. In
+one run more the captures are counted: of some blocks, of the model and the optimizer apart, and whole ones.
 Seconds are those of the processor in the best run; wall-clock seconds beside them include what others made a
 command wait. The aims are the project's own, in wall-clock seconds on 2 idle cores.
 """
@@ -12,6 +13,7 @@ command wait. The aims are the project's own, in wall-clock seconds on 2 idle co
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -88,6 +90,7 @@ def row_of(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             row |= {f"{version}_cpu_seconds": round(cpu, 2), f"{version}_wall_seconds": round(wall, 2)}
     if asked.before is not None:
         row["before_over_after"] = round(row["before_cpu_seconds"] / row["after_cpu_seconds"], 2)
+    row["captures"] = captures_of(arguments)
     if aim is not None:
         row |= {"aim_wall_seconds": aim, "is_reached": row["after_wall_seconds"] <= aim}
     row["command"] = row["command"].replace(f"{ROOT}/", "")
@@ -106,6 +109,38 @@ def seconds_of(arguments: list[str], root: Path, cache: str) -> tuple[float, flo
     now = os.times()
     cpu = now.children_user - used.children_user + now.children_system - used.children_system
     return cpu, time.perf_counter() - began
+
+
+_COUNTING = """
+import json, os
+from collections import Counter
+from brimful.capture import cache
+counts, leave = Counter(), cache.CachedCapture.__exit__
+
+def exit(self, *error):
+    counts.update(self.counts)
+    return leave(self, *error)
+
+cache.CachedCapture.__exit__ = exit
+from brimful.cli.app import main
+try:
+    main()
+finally:
+    with open(os.environ["COUNTS"], "w") as file:
+        json.dump(counts, file)
+"""
+
+
+def captures_of(arguments: list[str]) -> dict[str, int]:
+    """How many captures of one step a command makes in each way."""
+    with tempfile.TemporaryDirectory() as folder:
+        counted = Path(folder) / "counts.json"
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _COUNTING, *arguments],
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "COUNTS": str(counted)},
+            cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        return dict(json.loads(counted.read_text())) if counted.exists() else {}
 
 
 if __name__ == "__main__":

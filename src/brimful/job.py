@@ -97,8 +97,9 @@ _FUNCTIONS = {
 class Job:
     """One training job: a model, its loss, a batch and an optimizer.
 
-    One step computes the mean of `loss` over the global batch, its gradient, and one step of `optimizer`. The
-    memory techniques that brimful applies do not change these mathematics.
+    One step computes `loss` of the global batch (the mean over samples, unless `count` or `reduction` say
+    otherwise), its gradient, and one step of `optimizer`. Memory techniques do not change these mathematics;
+    another precision or optimizer does, and is used only if it is asked for.
     """
 
     model: Callable[[], nn.Module] | nn.Module
@@ -112,7 +113,7 @@ class Job:
     batch: Callable[[int], Batch] | Batch
     """`batch(n)`: a batch of n samples, for prediction; or one real batch, which is resized as needed. A real
     batch that cannot be split counts as one sample. Where batches differ in more than their samples, the
-    longest of several, and of `data`, is predicted."""
+    longest batch of several draws, and of `data`, is predicted."""
     batch_dim: int | None = None
     """The batch dimension of tensors; tensors with too few dimensions for it use their first. Use 1 for
     sequences of shape (time, batch, …). None finds the samples; see `Batch`."""
@@ -134,9 +135,9 @@ class Job:
     samples first; a 0-dimensional tensor (a temperature, a penalty) is a mean over the batch's samples."""
     loop: Callable[[nn.Module, Iterable[Batch]], object] | None = None
     """`loop(model, batches)`: your own training loop, to estimate it as it is written: which tensors it keeps
-    alive, where it clears gradients, which optimizers it steps. `loss` and `optimizer` are then not used. It
-    runs over a few batches of fake tensors to estimate, of real ones to measure; planning and training use
-    brimful's own loop."""
+    alive, where it clears gradients, which optimizers it steps. It runs over a few batches of fake tensors to
+    estimate, of real ones to measure, and then `loss` and `optimizer` are not used. Planning and training use
+    them, in brimful's own loop."""
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
     """`shard(model, mesh)`: your own calls of `fully_shard` under FSDP2, the last one on the model itself,
     which the loss then has to call. It decides types and resharding too. None shards the model's repeated

@@ -425,12 +425,14 @@ def test_an_error_of_the_users_loss_in_the_second_micro_batch_leaves_everything_
     assert run.state() == before
 
 
-def test_gradients_that_were_there_before_a_step_that_raised_are_there_after_it() -> None:
-    run = begun(steps=STEADY)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_gradients_that_were_there_before_a_step_that_raised_are_there_after_it(precision: Precision) -> None:
+    how = replace(PLAIN, precision=precision)
+    run = begun(how, steps=STEADY)
     run.model(run.batches[0]["x"]).square().mean().backward()
     run.model.unused.grad = torch.ones(2)
     gradients = [parameter.grad for parameter in run.model.parameters()]
-    ops = ops_of(begun(steps=STEADY), STEADY)
+    ops = ops_of(begun(how, steps=STEADY), STEADY)
     for op in range(0, first_of_update(ops), 5):
         assert_as_before(run, STEADY, op, RuntimeError)
     for parameter, gradient in zip(run.model.parameters(), gradients, strict=True):
@@ -454,6 +456,29 @@ def test_gradients_that_are_there_before_a_step_are_added_to_those_of_the_batch(
     expected.optimizer.step()
     expected.optimizer.zero_grad()
     assert run.state()["model"] == expected.state()["model"]
+
+
+def test_gradients_that_are_there_before_a_step_count_as_much_under_a_loss_scale() -> None:
+    def moved(precision: Precision) -> Tensor:
+        torch.manual_seed(1)
+        model = nn.Linear(WIDTH, CLASSES)
+        job = bf.Job(
+            model=model,
+            loss=lambda model, batch: model(batch).square().mean(),
+            batch=lambda n: torch.randn(n, WIDTH),
+        )
+        step = bf.apply(
+            replace(PLAIN, precision=precision), job, model, torch.optim.SGD(model.parameters(), 0.1)
+        )
+        batch = torch.randn(BATCH, WIDTH)
+        while True:
+            before = model.weight.detach().clone()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            if step(batch).updated:  # at first the scale is too large
+                return before - model.weight.detach()
+
+    torch.testing.assert_close(moved(Precision.FP16), moved(Precision.FP32), rtol=1e-3, atol=1e-4)
 
 
 class Limited(nn.Module):

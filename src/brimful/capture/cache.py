@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -46,13 +47,15 @@ class CachedCapture:
         if like is not None:
             self._repeated.learn_from(like._repeated)
         self._traces: dict[tuple[Settings, int], Trace] = {}
+        self.counts: Counter[str] = Counter()
+        """How many captures were "short", "in two parts" or "whole"; a benchmark shows it."""
         self._exit = ExitStack()
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
         """The trace of `steps` optimizer steps under some settings."""
         key = settings, steps
         if key not in self._traces:
-            self._traces[key] = self._one_step(settings) if steps == 1 else self._capture(settings, steps)
+            self._traces[key] = self._one_step(settings) if steps == 1 else self._whole(settings, steps)
         return self._traces[key]
 
     def is_same_on(self, device: Device) -> bool:
@@ -64,12 +67,19 @@ class CachedCapture:
         return self._watched.is_like(device)
 
     def _one_step(self, settings: Settings) -> Trace:
-        trace = self._repeated.captured(settings) or self._updates.whole(settings)
-        if trace is None:
-            trace = self._capture(settings, 1)
-            self._repeated.learn(settings, trace)
-            self._updates.learn(settings, trace)
+        for how, captured in {"short": self._repeated.captured, "in two parts": self._updates.whole}.items():
+            trace = captured(settings)
+            if trace is not None:
+                self.counts[how] += 1
+                return trace
+        trace = self._whole(settings, 1)
+        self._repeated.learn(settings, trace)
+        self._updates.learn(settings, trace)
         return trace
+
+    def _whole(self, settings: Settings, steps: int) -> Trace:
+        self.counts["whole"] += 1
+        return self._capture(settings, steps)
 
     def __enter__(self) -> Self:
         self._exit.enter_context(without_garbage_collection())

@@ -58,12 +58,13 @@ class PlannedStep:
     plan's precision and unit actions, and makes one optimizer step. The loss and the gradients are those of the
     whole batch. Existing gradients accumulate, as in `backward`, and are cleared after the update.
 
-    **Out of memory.** Where memory runs out, the step is undone, cached memory is released, and the step runs
-    again: once as before, then with smaller and smaller micro-batches, which stay in use. `outcome.recoveries`
-    lists what happened. If the smallest does not fit either, or the batch cannot be split, or the model refuses
-    what is smaller (BatchNorm refuses one sample), the call raises an error that is a `torch.OutOfMemoryError`
-    as well, and the next call begins with the micro-batch of before. Under `torch.distributed` with several
-    ranks nothing is retried, because the other ranks would wait.
+    **Out of memory.** Where memory runs out before the update, the step is undone, cached memory is
+    released, and the step runs again: once as before, then with smaller and smaller micro-batches, which
+    stay in use. `outcome.recoveries` lists what happened. If the smallest does not fit either, or the batch
+    cannot be split, or the model refuses what is smaller (BatchNorm refuses one sample), the call raises an
+    error that is a `torch.OutOfMemoryError` as well, and the next call begins with the micro-batch of
+    before. Under `torch.distributed` with several ranks nothing is retried, because the other ranks would
+    wait.
 
     **Errors.** A call that raises leaves everything as before it, except `PartialUpdateError`: parameters,
     buffers, gradients, the optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch
@@ -83,12 +84,13 @@ class PlannedStep:
     Args:
         settings: The plan's settings; their unit actions and memory format are applied to `model` until
             `remove`.
-        job: Provides `loss` and `count`; its model and optimizer are not used.
+        job: Provides the loss, what it averages over, and how its batches are split; its model, weights,
+            optimizer and data are not used.
         model: The model in training mode, on its device.
         optimizer: An optimizer over the parameters of `model`; it runs in the plan's implementation,
             such as fused, until `remove`.
         max_gradient_norm: Clip gradients to this norm; None does not clip.
-        check: Called with the first global batch before it is trained on.
+        check: Called with each global batch that is split, before it is trained on, until it returns True.
         check_split: Called before a batch, or micro-batches, are divided because memory ran out.
         check_labels: Called with each batch that has ignored labels until it returns; not with several ranks,
             where one alone would raise.

@@ -101,6 +101,8 @@ def run_step(
     if parts.in_backward is not None:
         return _run_with_updates_in_backward(parts, parts.in_backward, micro_batches, hooks)
     optimizer, scaler = parts.optimizer, parts.scaler
+    if scaler is not None:
+        _scale_existing(optimizer, scaler)
     total = _accumulate(parts, micro_batches, weights, hooks=hooks, last_repeats=last_repeats)
     hooks.observe(Phase.OPTIMIZER, len(micro_batches) - 1)
     if scaler is not None:
@@ -113,6 +115,15 @@ def run_step(
     else:
         optimizer.zero_grad()
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
+
+
+def _scale_existing(optimizer: Optimizer, scaler: GradScaler) -> None:
+    """Scale gradients that are there before the step, as it unscales all of them."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    scale = scaler.get_scale() if gradients else 1.0  # it waits for the device
+    with torch.no_grad():
+        for gradient in gradients:
+            gradient.mul_(scale)
 
 
 def _accumulate(

@@ -7,7 +7,8 @@
 2. Take candidates in the order of the least time that they may need, and capture the fastest choice of each
    that really is within the budget, until none that is left could be faster (`fastest`).
 3. Take the simplest of the choices that are as fast as predictions can distinguish (`simplest`), with enough
-   headroom to exceed the budget as rarely as is permitted (`headroom`).
+   headroom to exceed the budget as rarely as is permitted (`headroom`). If none has enough, add candidates with
+   the optimizer on the host, and take the choice that exceeds the budget least often.
 4. Where nothing fits, capture what takes least. If that is over the budget too, say by how much, and what would
    fit (`explain.infeasible`).
 """
@@ -36,12 +37,12 @@ from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
 HIGHER_PROBABILITIES = (0.03, 0.1, 0.3, 1.0)
-"""Of exceeding the budget, where no choice does so as rarely as is permitted: the least that one has decides. A
-choice."""
+"""Probabilities of exceeding the budget that are permitted one after another, where no choice exceeds it as
+rarely as was asked for. They are a choice of ours."""
 
 MOST_ROUNDS = 8
-"""Budgets that are searched for a choice with enough headroom; two are enough for nearly all jobs. Each
-leaves a fraction of the headroom that the last lacked: that of the headroom in the limit, 0.25 at most."""
+"""Budgets that are searched for a choice with enough headroom; two are enough for nearly all jobs. Where
+headroom is a fraction f of the budget, what is lacking is multiplied by about f in each round; f ≤ 0.25."""
 
 
 def search(capture: Capture, request: Request) -> Plan:
@@ -76,7 +77,10 @@ def search(capture: Capture, request: Request) -> Plan:
 
 
 def _safest(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:
-    """The choice of the plan and the others captured, at the least probability that a choice within it has."""
+    """The choice of the plan and the others captured, at the first permitted probability that one keeps.
+
+    The probability asked for is tried again, as candidates were added.
+    """
     asked = request.asked.max_exceedance
     permitted = [asked, *(each for each in HIGHER_PROBABILITIES if each > asked)]
     return next(filter(None, (_found(candidates, request, each) for each in permitted)), [])

@@ -220,6 +220,18 @@ def test_blocks_that_change_from_capture_to_capture_are_captured_whole() -> None
     assert sum(op.name == "aten.sin.default" for op in trace.ops) == LAYERS
 
 
+def test_an_error_in_putting_blocks_in_is_raised_and_captures_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with CachedCapture(JOBS["gpt"], DEVICE) as capture:
+        for settings in (PLAIN, replace(PLAIN, precision=Precision.BF16)):
+            capture(settings)
+        assert capture.counts == {"whole": 1, "short": 1}
+        monkeypatch.setattr("brimful.capture.repeats.with_all_blocks", {}.__getitem__)
+        with pytest.raises((KeyError, TypeError)):
+            capture(replace(PLAIN, gradient_accumulation_steps=1))
+
+
 def test_rows_are_of_the_outermost_lists() -> None:
     blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for _ in range(6))
 
