@@ -17,7 +17,7 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, EquivalenceError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
-from brimful.execution.longest_batch import with_longest_batch
+from brimful.execution.longest_batch import LongestBatch, with_longest_batch
 from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
@@ -176,15 +176,18 @@ class _Question:
 
     def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
         """The step at the largest micro-batch that fits, from captures at two sizes."""
-        estimator = self.estimator()
+        longest = with_longest_batch(self.job, _USUAL_SAMPLES)
+        estimator = self._estimator(longest)
         found = estimator.largest(compares_allocators=compares_allocators)
         size = found.settings.micro_batch_size
-        longer = _note_of_longer_batch(self.job, with_longest_batch(self.job, _USUAL_SAMPLES).job, size)
+        longer = _note_of_longer_batch(self.job, longest.job, size)
         return replace(found, notes=(*longer, *found.notes)), estimator.trace_at(size)
 
     def estimator(self) -> Estimator:
         """The step at any micro-batch size, from captures at two sizes."""
-        longest = with_longest_batch(self.job, _USUAL_SAMPLES)
+        return self._estimator(with_longest_batch(self.job, _USUAL_SAMPLES))
+
+    def _estimator(self, longest: LongestBatch) -> Estimator:
         capture = undisturbed()(self._capture(longest.job))  # it is called after `estimate` returns, too
         decided = self._decided(capture, _USUAL_SAMPLES)
         estimated = partial(decided._estimate, notes=longest.notes)
@@ -204,11 +207,8 @@ class _Question:
 
     def _decided(self, capture: Callable[..., Trace], samples: int) -> _Question:
         """The question with the memory format that is fastest for some samples, and the units recomputed."""
-        sized, memory_format, notes = (
-            replace(self.settings, micro_batch_size=samples),
-            self.formats[0],
-            self.notes,
-        )
+        sized = replace(self.settings, micro_batch_size=samples)
+        memory_format, notes = self.formats[0], self.notes
         if len(self.formats) > 1:
             memory_format, notes = _fastest_format(capture, sized, self.device, self.formats)
         settings = replace(self.settings, memory_format=memory_format)

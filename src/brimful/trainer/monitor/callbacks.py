@@ -40,9 +40,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Check that every callback has all methods of `Callback`; return them."""
     try:
         given = tuple(callbacks)
-    except (
-        TypeError
-    ):  # what has `__iter__` may still have nothing to iterate over, as a tensor of no dimensions
+    except TypeError:  # a tensor of no dimensions has `__iter__`, and nothing to iterate over
         raise UsageError(f"callbacks is a {type(callbacks).__name__}; give a list of callbacks.") from None
     for callback in given:
         missing = [name for name in _HOOKS if not callable(getattr(callback, name, None))]
