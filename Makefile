@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test test-all check bench docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python scripts/check.py
+
+test-all: $(VENV)/installed
+	$(BIN)/python scripts/check.py --all-cases
 
 check: test
 

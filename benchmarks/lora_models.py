@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.recipes.adapters import quantise_linear_layers
+from brimful.models.adapters import quantise_linear_layers
 
 VOCABULARY = 512
 _SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}

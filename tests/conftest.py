@@ -10,14 +10,42 @@ from unittest.mock import patch
 
 import pytest
 
+SWEEP = 4
+"""Of the cases of a sweep, every this many run without `--all-cases`."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, those with most of them before others.
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Sweeps over many alike cases run whole only if that is asked for."""
+    parser.addoption("--all-cases", action="store_true", help="run every case of tests marked sweep")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Some cases of each sweep; files with slow tests come first, those with most of them before others.
 
     A process takes a file at a time (`scripts/check.py`): with a long one at the end the other waits for it.
     """
+    if not config.getoption("all_cases"):
+        _keep_some_cases(config, items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def _keep_some_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases of sweeps, unless they were named one by one."""
+    if any("[" in argument for argument in config.args):
+        return
+    cases: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            function = item.nodeid.partition("[")[0]
+            if cases[function] % SWEEP:
+                left_out.append(item)
+            cases[function] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,7 +28,11 @@ A message says what was requested, what was found, why, and the nearest way out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from brimful.results import Suggestion
 
 
 class BrimfulError(Exception):
@@ -117,12 +121,21 @@ class InfeasibleError(BrimfulError):
         budget_bytes: The budget.
         smallest_peak_bytes: The smallest predicted peak found, measured like the budget. Where parameters,
             gradients and optimizer state alone are over the budget, no smaller one was searched for.
+        suggestions: Changes of what is computed with which a plan would fit, the fastest first.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, smallest_peak_bytes: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        smallest_peak_bytes: int,
+        suggestions: Sequence[Suggestion] = (),
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.smallest_peak_bytes = smallest_peak_bytes
+        self.suggestions = tuple(suggestions)
 
     @property
     def shortfall_bytes(self) -> int:

@@ -19,6 +19,7 @@ def test_programs_have_names_of_their_own() -> None:
     assert len({(case.kind, case.name) for case in CASES}) == len(CASES)
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.kind}-{case.name}")
 def test_nothing_is_silently_wrong(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

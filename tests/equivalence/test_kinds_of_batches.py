@@ -53,6 +53,7 @@ def test_the_parts_of_a_batch_are_its_samples_in_their_order(job: Job) -> None:
     torch.testing.assert_close(together, torch.stack(alone).mean())
 
 
+@pytest.mark.sweep
 @KINDS
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_split_training_is_whole_training(job: Job, micro_batch_size: int) -> None:
@@ -82,6 +83,7 @@ def test_the_estimate_is_what_is_measured(job: Job, steps: int) -> None:
     )
 
 
+@pytest.mark.sweep
 @KINDS
 def test_a_plan_that_splits_is_certified(job: Job) -> None:
     plan = bf.plan(job, "cpu", global_batch_size=4, micro_batch_size=2)

@@ -110,6 +110,7 @@ def _input(name: str) -> Tensor:
     return torch.randn(2, 5, WIDTH) if name == "block" else torch.randn(4, WIDTH)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("name", UNITS)
 def test_every_op_alone_and_all_together(name: str, precision: Precision) -> None:

@@ -197,6 +197,7 @@ HOW = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", HOW)
 def test_an_error_at_any_op_before_the_update_leaves_everything_as_it_was(name: str) -> None:
     begin = partial(begun, HOW[name], steps=STEADY)
@@ -207,6 +208,7 @@ def test_an_error_at_any_op_before_the_update_leaves_everything_as_it_was(name: 
     assert after_two_steps(run, STEADY) == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "step"),
     [(name, step) for step in (0, 1) for name in OPTIMIZERS if (name, step) != ("sgd without momentum", 1)],
@@ -220,6 +222,7 @@ def test_an_error_at_any_op_of_the_first_updates_leaves_everything_as_it_was(nam
     assert after_two_steps(run, step) == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_error_in_a_later_update_leaves_everything_as_it_was_or_says_that_it_cannot(name: str) -> None:
     begin = partial(begun, PLAIN, name, steps=STEADY)
@@ -238,6 +241,7 @@ def test_an_error_in_a_later_update_leaves_everything_as_it_was_or_says_that_it_
     assert raised[-1] is PartialUpdateError
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_later_update_is_finished_where_memory_runs_out(name: str) -> None:
     begin = partial(begun, PLAIN, name, steps=STEADY)
@@ -251,6 +255,7 @@ def test_a_later_update_is_finished_where_memory_runs_out(name: str) -> None:
         assert run.state() == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", HOW)
 def test_a_step_is_taken_once_wherever_memory_runs_out(name: str) -> None:
     begin = partial(begun, HOW[name], steps=STEADY, recover=True)
@@ -542,6 +547,7 @@ class WritesThroughData(nn.Module):
         return super().state_dict(**options) | {"held": self.held}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("codes", [True, False])
 @pytest.mark.parametrize(
     "holds", [lambda weight: weight, partial(nn.Parameter, requires_grad=False)], ids=["attribute", "frozen"]

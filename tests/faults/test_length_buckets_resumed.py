@@ -74,6 +74,7 @@ def bucketed_job(*, workers=0, raises_at=None, seen=None):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("stopped_after", [2, 5, 8])  # in an epoch, at its end, in the next
 def test_a_bucketed_run_is_resumed_bit_for_bit(trained, tmp_path, workers, stopped_after):

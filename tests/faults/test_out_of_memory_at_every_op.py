@@ -160,6 +160,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", range(STEPS), ids=["first", "second", "later"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_is_finished_wherever_memory_runs_out(name, step):
@@ -185,6 +186,7 @@ def quick():
     torch.set_num_threads(before)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "how",
     [

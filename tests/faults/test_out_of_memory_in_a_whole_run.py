@@ -91,6 +91,7 @@ def test_memory_that_runs_out_once_changes_nothing(undisturbed, tmp_path, functi
     assert fault.raised == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_memory_that_runs_out_once_at_any_place_changes_nothing(undisturbed, tmp_path, part):
@@ -119,6 +120,7 @@ SHORT = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("said", SHORT)
 def test_memory_that_stays_short_ends_the_run_with_what_is_saved(undisturbed, tmp_path, said):
     function, from_number = SHORT[said]

@@ -82,6 +82,7 @@ MEANS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind", ["cosine", "negatives", "cached", "softmax", pytest.param("matryoshka", marks=pytest.mark.slow)]
 )

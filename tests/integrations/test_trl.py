@@ -53,6 +53,7 @@ KINDS = {
 QUICK = ("lora", "completions", "dpo", "dpo, lora", "reward")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )

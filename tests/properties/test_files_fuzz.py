@@ -186,10 +186,22 @@ RECIPE = {
     "sequence_length": 16,
     "files": ["a"],
 }
+CONFIGURATION = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 20,
+    "max_position_embeddings": 32,
+}
 USERS: dict[str, str] = TABLES | {
     "prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n",
     "prices.json": '{"L4": 0.8}',
     "job.json": json.dumps(RECIPE),
+    "config.json": json.dumps(CONFIGURATION),
     INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}}),
 }
 """Content of files that brimful did not write, by name."""
@@ -308,6 +320,7 @@ READERS = {
     "table, skipping": Readable(name="texts.csv", read=skipping),
     "JSON lines, skipping": Readable(name="texts.jsonl", read=skipping),
     "book, skipping": Readable(name="book.txt", read=skipping),
+    "configuration": Readable(name="config.json", read=lambda path: bf.find_architecture(str(path))),
     "prices": Readable(name="prices.csv", read=prices, is_sound=are_prices),
     "prices in JSON": Readable(name="prices.json", read=prices, is_sound=are_prices),
     "recipe": Readable(
@@ -319,7 +332,7 @@ READERS = {
 TEXTS = ("table", "JSON lines", "book")
 JSON_DOCUMENTS = (
     *("plan", "trace", "index of tensors", "launch before", "calibration", "factors of a job"),
-    *("prices in JSON", "recipe"),
+    *("prices in JSON", "recipe", "configuration"),
 )
 
 

@@ -48,6 +48,7 @@ NAMES = "reader: names of tensors"
 CALIBRATION = "reader: calibration"
 TABLES = "reader: table"
 PRICES = "reader: prices"
+CONFIGURATION = "reader: configuration"
 METADATA = "reader: recipe"
 LINES = "test_changed_json_lines_are_read_or_refused"
 IMAGES = "test_damaged_images_are_read_or_refused"
@@ -60,6 +61,10 @@ TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attac
 
 READERS = {
     "__init__.py": {"read_text": SYSTEM},
+    "models/hub.py": {
+        **{"read_text": SYSTEM, "json.loads": SYSTEM},
+        **{"read_regular_file": CONFIGURATION, "parse_json": CONFIGURATION},
+    },
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},

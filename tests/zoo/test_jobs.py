@@ -40,6 +40,7 @@ SLOW = {
 CASES = [case for case in JOBS if case.name not in SLOW]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_job_is_exact_or_refused_in_words(case: JobCase) -> None:
     if case.missing:

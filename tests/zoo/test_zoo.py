@@ -75,6 +75,7 @@ def live_bytes_after_steps(trace: Trace) -> list[int]:
     return [int(profile.live_bytes[np.flatnonzero(steps == step)[-1]]) for step in range(trace.captured_steps)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
 @pytest.mark.parametrize(
     "model",

@@ -9,10 +9,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from brimful.api.job_changes import JobChanges
 from brimful.arguments import checks_arguments
 from brimful.batches import layout_of, make_batch, named_tensors, sample_sizes, why_not_split
 from brimful.capture import capture_step
-from brimful.capture.cache import CapturesOnDevices
+from brimful.capture.cache import CachedCapture, CapturesOnDevices
 from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, EquivalenceError, UnknownNameError, UsageError
@@ -24,20 +25,22 @@ from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import (
     MemoryFormatLike,
+    PlanOptions,
     PrecisionLike,
     parse_implementation,
     parse_memory_formats,
     parse_precision,
     parse_recompute,
 )
-from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus
-from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, estimate_trace
+from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus, what_an_estimate_lacks
+from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, estimate_trace
 from brimful.prediction.growth import growth_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
-from brimful.results import describe_growth
+from brimful.requests import request_of
+from brimful.results import Suggestion, describe_growth
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -172,6 +175,8 @@ class _Question:
             extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
             compares_allocators=compares_allocators,
         )
+        if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None:
+            found = replace(found, suggestions=_suggested(longest.job, self.device, trace, found))
         return replace(found, at_sizes=AtSizes(decided.estimator)), trace
 
     def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
@@ -231,6 +236,24 @@ class _Question:
             notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)),
             uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
         )
+
+
+def _suggested(job: Job, device: Device, trace: Trace, estimate: Estimate) -> tuple[Suggestion, ...]:
+    """The changes with which a step that does not fit would."""
+    settings = estimate.settings
+    asked = PlanOptions(precision=str(settings.precision), optimizer=settings.optimizer)
+    request = request_of(
+        job,
+        device,
+        asked,
+        global_batch_size=settings.global_batch_size,
+        world_size=1,
+        num_nodes=1,
+        is_here=False,
+    )
+    request = replace(request, budget_bytes=estimate.capacity_bytes)
+    capture = CachedCapture(job, device)
+    return what_an_estimate_lacks(capture, request, trace, estimate, JobChanges(job, device, capture))
 
 
 @undisturbed()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Unpack
 
+from brimful.api.job_changes import JobChanges
 from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
@@ -154,7 +155,7 @@ def _planned(
     with CachedCapture(job, target) as capture, explains_memory(memory):
         request = with_budget(request, capture)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
-        found = search_calibrated(capture, request, calibration)
+        found = search_calibrated(capture, request, calibration, JobChanges(job, target, capture))
         is_mean = check(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
         growth: tuple[str, ...] = ()

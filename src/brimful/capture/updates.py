@@ -35,8 +35,8 @@ class SharedUpdates:
         )
         self._not_apart: set[Settings] = set() if like is None else like._not_apart
         """Settings of updates that cannot be joined, each with fp32: the precision does not decide that."""
-        self._last_model: tuple[tuple[Settings, bool], CapturedModel] | None = None
-        """The last forward and backward, by settings and whether all blocks ran."""
+        self._models: dict[tuple[Settings, bool], CapturedModel] = {}
+        """Forwards and backwards, by settings and whether all blocks ran."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
         self._permits_short = like is not None
@@ -75,13 +75,19 @@ class SharedUpdates:
         return None if model is None or update is None else model.with_update(settings, update)
 
     def _model_of(self, settings: Settings, shortening: Shortening | None) -> CapturedModel | None:
-        """Forward and backward; the last captured ones if only the optimizer differs."""
-        key = _of_model(settings), shortening is None
-        if self._last_model is not None and self._last_model[0] == key:
-            return self._last_model[1]
-        model = capture_model(self._job, settings, self._watched.as_device(), shortening)
-        self._last_model = None if model is None else (key, model)
-        return model
+        """Forward and backward; those captured before if only the optimizer differs."""
+        key = self._of_model(settings), shortening is None
+        if key not in self._models:
+            model = capture_model(self._job, settings, self._watched.as_device(), shortening)
+            if model is None:
+                return None
+            self._models[key] = model
+        return self._models[key]
+
+    def _of_model(self, settings: Settings) -> Settings:
+        """The settings with one optimizer for all that are named; a function may refer to the model."""
+        is_named = settings.optimizer is not None or isinstance(self._job.optimizer, str)
+        return replace(settings, optimizer="any" if is_named else None, optimizer_implementation=None)
 
     def _is_not_apart(self, settings: Settings) -> bool:
         return replace(_of_update(settings), precision=Precision.FP32) in self._not_apart
@@ -124,12 +130,6 @@ def _of_update(settings: Settings) -> Settings:
         expandable_segments=False,
         prefetch_inputs=False,
     )
-
-
-def _of_model(settings: Settings) -> Settings:
-    """The settings with one optimizer for all that are named; the job's own may refer to the model."""
-    optimizer = None if settings.optimizer is None else "any"
-    return replace(settings, optimizer=optimizer, optimizer_implementation=None)
 
 
 def _can_share(settings: Settings) -> bool:

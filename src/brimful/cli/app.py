@@ -306,6 +306,20 @@ def calibrate(
         show(text, lambda: calibration_document(devices, paths), as_json)
 
 
+@app.command()
+def models(
+    word: Annotated[
+        str, typer.Argument(help="Only those with this in their name or class.", show_default=False)
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the models that estimate, plan and gpus know by name."""
+    with report_errors(as_json):
+        from brimful.cli.models import models_document, models_text
+
+        show(models_text(word), lambda: models_document(word), as_json)
+
+
 def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
     """Refuse options other than what to check a plan against, because its file has the planning options."""
     against = {"model", "options", "seq_len", "image_size", "device", "budget", "check", "export", "as_json"}
@@ -332,7 +346,7 @@ def _job_of_checked(
     return job
 
 
-_PREDICTING = ("estimate", "plan", "gpus")
+_PREDICTING = ("estimate", "plan", "gpus", "models")
 """Commands that run nothing for real."""
 
 _OF_TORCHAO = ("torchao", "torch.utils._pytree")

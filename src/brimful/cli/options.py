@@ -152,6 +152,20 @@ SplitBatchNorm = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPTIONS",
+        help="Train LoRA adapters over frozen weights: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, each "
+        "part optional. Default targets: all linear layers. AdamW at 2e-4 unless --learning-rate.",
+    ),
+]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(help="Quantise the frozen weights, with --lora: nf4, nf4-dq, fp4, fp4-dq or int8."),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """Options of a model chosen by name."""
@@ -162,6 +176,10 @@ class ModelOptions:
     """Pixels per side, for models that have such an option."""
     options: list[str] | None = field(default=None, metadata={"flag": "--set"})
     """Another option of the model, as name=value; may be repeated."""
+    dtype: str | None = None
+    """Type of weights, gradients and optimizer state: fp32, bf16 or fp16. Default: as the model is built."""
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,19 +277,6 @@ class ImageOptions:
     """Processes that read images to train on, and as many for validation. Default: one per processor, at most
     8."""
 
-
-LoraOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="OPTIONS",
-        help="Train LoRA adapters over frozen weights: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, each "
-        "part optional. Default targets: all linear layers. AdamW at 2e-4 unless --learning-rate.",
-    ),
-]
-QuantizeOption = Annotated[
-    str | None,
-    typer.Option(help="Quantise the frozen weights, with --lora: nf4, nf4-dq, fp4, fp4-dq or int8."),
-]
 
 MergeAdapters = Annotated[
     bool,

@@ -66,6 +66,9 @@ def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
     )
 
 
+VARIANT_OPTIONS = ("dtype", "lora", "quantize")
+"""Options of every model; see `models.variants`."""
+
 _LONGEST_MODEL = 1000
 """Characters of a command that is shown. A choice."""
 _LONGEST_NAME = 100
@@ -90,6 +93,9 @@ def find_source(model: str | None, options: ModelOptions) -> JobSource | None:
         given["sequence_length"] = options.seq_len
     if options.image_size is not None:
         given["image_size"] = options.image_size
+    for variant in VARIANT_OPTIONS:
+        if getattr(options, variant) is not None:
+            given[variant] = getattr(options, variant)
     for option in options.options or []:
         name, equals, value = option.partition("=")
         if not equals or not name:

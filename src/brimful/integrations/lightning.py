@@ -36,6 +36,7 @@ from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.integrations.division import Division
 from brimful.integrations.lightning_step import DividedBatches
+from brimful.integrations.suggestions import for_trainer
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
@@ -110,6 +111,16 @@ def _job(module: LightningModule, batch: Batch, trainer: Callable[[], Trainer]) 
     return Job(model=module, loss=loss, batch=batch, optimizer=optimizer, name=type(module).__name__)
 
 
+_SUGGESTED = {
+    'precision="bf16"': 'Trainer(precision="bf16-mixed")',
+    'precision="fp16"': 'Trainer(precision="16-mixed")',
+    'precision="tf32"': 'torch.set_float32_matmul_precision("high")',
+    "split_batch_norm=True": "split_batch_norm=True",
+    "world_size=2": "Trainer(devices=2)",
+}
+"""What asks Lightning for each suggestion; optimizers are the module's own."""
+
+
 def plan(
     module: LightningModule,
     loader: DataLoader[Any],
@@ -168,7 +179,9 @@ def plan(
             found = make(**asked)
     of_loss = _MEAN_NOTE.format(size=of_batch)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
-    return replace(found, notes=(*of_lengths, *notes, *_notes_of_few_samples(loader, size)))
+    suggestions = tuple(for_trainer(found.suggestions, _SUGGESTED))
+    all_notes = (*of_lengths, *notes, *_notes_of_few_samples(loader, size))
+    return replace(found, suggestions=suggestions, notes=all_notes)
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:

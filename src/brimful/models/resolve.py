@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,14 +20,19 @@ from torch import nn
 from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import DEFAULT_NAME, Job
+from brimful.models.hub import hub_job, known_models
 from brimful.models.text import TEXT_ARCHITECTURES
+from brimful.models.variants import with_variant
 from brimful.models.vision import VISION_ARCHITECTURES
 from brimful.utils.files import is_file
 
+VARIANT_OPTIONS = ("dtype", "lora", "quantize")
+"""Options of every model, in `variants`."""
+
 _ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
 _FORMS = (
-    "A model of your own is path/to/file.py:NAME or package.module:NAME, where NAME is a brimful.Job or a "
-    "function that returns one."
+    "`brimful models` lists names. A model of your own is path/to/file.py:NAME or package.module:NAME, where "
+    "NAME is a brimful.Job or a function that returns one."
 )
 
 
@@ -38,25 +43,31 @@ def architecture_names() -> tuple[str, ...]:
 
 @checks_arguments
 def find_architecture(name: str, /, **options: Any) -> Job:
-    """Find the job of a built-in architecture, with random weights and random samples.
+    """Find the job of an architecture by name, with random weights and random samples.
 
     Args:
-        name: One of `architecture_names()`.
+        name: One of `architecture_names()`; an id on the Hugging Face Hub ("Qwen/Qwen2.5-0.5B"), of which only
+            config.json is read, from the package, the local cache or the network; a local directory or
+            config.json of transformers or diffusers; or "timm/NAME".
         **options: Options of the architecture, such as `sequence_length=128` or `image_size=64`; the tables in
-            `text` and `vision` list all options with their defaults.
+            `text` and `vision` list all options with their defaults. `dtype="bf16"` is the type of the weights;
+            `lora="r=16"` trains adapters over frozen weights, `quantize="nf4"` with those in 4 bits.
 
     Returns:
         A job that builds its model on demand; finding it costs nothing.
 
     Raises:
-        UnknownNameError: No built-in architecture has the name.
-        UsageError: The architecture does not have an option, or does not accept its value.
+        UnknownNameError: No architecture has the name.
+        UsageError: The architecture does not have an option, or does not accept its value; its configuration
+            cannot be had; its library is not installed.
     """
-    if name not in _ARCHITECTURES:
-        raise UnknownNameError("model", name, _ARCHITECTURES, hint=_FORMS)
-    factory = _ARCHITECTURES[name]
+    factory = _ARCHITECTURES.get(name) or hub_job(name)
+    if factory is None:
+        short = [known.rpartition("/")[2] for known in known_models()]
+        raise UnknownNameError("model", name, [*_ARCHITECTURES, *short], hint=_FORMS)
+    variant = {option: options.pop(option, None) for option in VARIANT_OPTIONS}
     _check_options(name, factory, options)
-    return factory(**options)
+    return with_variant(factory(**options), **variant)
 
 
 def resolve_job(text: str, /, **options: Any) -> Job:
@@ -64,8 +75,9 @@ def resolve_job(text: str, /, **options: Any) -> Job:
 
     Args:
         text: `package.module:factory` (the current directory counts as importable),
-            `path/to/file.py:factory`, or the name of a built-in architecture. The factory returns a Job.
-        **options: Arguments for the factory.
+            `path/to/file.py:factory`, or a name as for `find_architecture`. The factory returns a Job.
+        **options: Arguments for the factory; `dtype`, `lora` and `quantize` that it does not take are those of
+            `find_architecture`.
 
     Returns:
         The result of the factory; a job without a name of its own is named after it.
@@ -92,8 +104,19 @@ def resolve_job(text: str, /, **options: Any) -> Job:
     if not target or not attribute:
         raise UsageError(f"{text!r} names no model. {_FORMS}")
     module = _load_file(Path(target)) if target.endswith(".py") else _import_module(target)
-    job = _call_factory(text, _find_factory(module, target, attribute), options)
+    factory = _find_factory(module, target, attribute)
+    own = _named_parameters(factory)
+    variant = {name: None if name in own else options.pop(name, None) for name in VARIANT_OPTIONS}
+    job = with_variant(_call_factory(text, factory, options), **variant)
     return replace(job, name=attribute) if job.name == DEFAULT_NAME else job
+
+
+def _named_parameters(factory: Any) -> Collection[str]:
+    """Names of the arguments of a factory; none where it does not say."""
+    try:
+        return inspect.signature(factory).parameters if callable(factory) else ()
+    except (TypeError, ValueError):
+        return ()
 
 
 def _factory_in(file: str) -> str:

@@ -8,6 +8,7 @@ from brimful.planner.calibrated import search_calibrated
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.explain.notes import MEAN_OVER_SAMPLES_NOTE
+from brimful.planner.explain.suggestions import Change, what_an_estimate_lacks
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
@@ -18,6 +19,7 @@ __all__ = [
     "MEAN_OVER_SAMPLES_NOTE",
     "SORTS",
     "Alternative",
+    "Change",
     "GpuFit",
     "GpuSurvey",
     "JobSource",
@@ -33,5 +35,6 @@ __all__ = [
     "search_calibrated",
     "settings_of",
     "survey_gpus",
+    "what_an_estimate_lacks",
     "what_splitting_changes",
 ]

@@ -10,20 +10,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from brimful.errors import InfeasibleError
+from brimful.planner.explain.suggestions import JobChanges
 from brimful.planner.plan import Alternative, BudgetPoint, Plan
 from brimful.planner.request import Request
 from brimful.planner.search import search
 from brimful.prediction.estimator import Capture
-from brimful.results import JobCalibration
+from brimful.results import JobCalibration, Suggestion
 from brimful.utils.quantities import format_bytes
 
 
-def search_calibrated(capture: Capture, request: Request, calibration: JobCalibration | None) -> Plan:
+def search_calibrated(
+    capture: Capture,
+    request: Request,
+    calibration: JobCalibration | None,
+    job_changes: JobChanges | None = None,
+) -> Plan:
     """The plan that `search` finds, its predictions multiplied by what training measured, if that is known."""
     if calibration is None:
-        return search(capture, request)
+        return search(capture, request, job_changes)
     try:
-        return _plan(search(capture, _divided(request, calibration)), request, calibration)
+        return _plan(search(capture, _divided(request, calibration), job_changes), request, calibration)
     except InfeasibleError as error:
         raise _infeasible(error, request, calibration) from None
 
@@ -53,6 +59,7 @@ def _plan(plan: Plan, request: Request, calibration: JobCalibration) -> Plan:
         predicted_step_seconds_interval=_multiplied(plan.predicted_step_seconds_interval, times),
         plain=_alternative(plan.plain, calibration),
         alternatives=tuple(_alternative(each, calibration) for each in plan.alternatives),
+        suggestions=tuple(_suggestion(each, request, calibration) for each in plan.suggestions),
         budget_curve=tuple(
             BudgetPoint(
                 budget_bytes=context_bytes + round((point.budget_bytes - context_bytes) * factor),
@@ -77,6 +84,19 @@ def _infeasible(error: InfeasibleError, request: Request, calibration: JobCalibr
         f"{corrected if _changes_what_is_shown(factor) else ''}{error}",
         budget_bytes=request.budget_bytes,
         smallest_peak_bytes=context_bytes + round((error.smallest_peak_bytes - context_bytes) * factor),
+        suggestions=[_suggestion(each, request, calibration) for each in error.suggestions],
+    )
+
+
+def _suggestion(suggestion: Suggestion, request: Request, calibration: JobCalibration) -> Suggestion:
+    context_bytes, times = request.device.context_bytes, calibration.time_factor
+    reserved_bytes = suggestion.predicted_peak_device_bytes - context_bytes
+    interval = suggestion.predicted_difference_interval_seconds
+    return replace(
+        suggestion,
+        predicted_peak_device_bytes=context_bytes + round(reserved_bytes * calibration.factor_of_peak),
+        predicted_step_seconds=suggestion.predicted_step_seconds * times,
+        predicted_difference_interval_seconds=_multiplied(interval, times),
     )
 
 

@@ -31,7 +31,8 @@ capture."""
 class CandidateFamily:
     """All micro-batch sizes under settings that are otherwise the same; `notes` gets what cannot be tried.
 
-    `base` has what all of them share, with the whole batch at once and everything kept.
+    `base` has what all of them share, with the whole batch at once and everything kept. `divides_units` is
+    whether units that alone make the peak may be divided, which takes captures.
     """
 
     def __init__(
@@ -41,7 +42,10 @@ class CandidateFamily:
         base: Settings,
         micro_batch_sizes: Sequence[int],
         notes: list[str],
+        *,
+        divides_units: bool = True,
     ) -> None:
+        self._divides_units = divides_units
         self._capture, self._request, self._base = capture, request, base
         self._sizes, self._notes = micro_batch_sizes, notes
         self._divisions: tuple[tuple[str, ...], ...] | None = None
@@ -107,7 +111,7 @@ class CandidateFamily:
         What the allocator reserves for each, only replays show.
         """
         units = self._find_units(kept)
-        if not units or self._request.recompute is not None:
+        if not units or self._request.recompute is not None or not self._divides_units:
             return (units,)
         divided = self._finer(units, kept, settings)
         joined = self._joined(kept, units)

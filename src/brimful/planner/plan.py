@@ -26,7 +26,7 @@ from brimful.codec import (
 )
 from brimful.errors import UsageError
 from brimful.options import PlanOptions
-from brimful.results import JobCalibration, SampleSize
+from brimful.results import JobCalibration, Probability, SampleSize, Suggestion
 from brimful.settings import Settings
 from brimful.utils.display import PrintedResult
 from brimful.utils.files import write_file
@@ -91,8 +91,6 @@ class JobSource:
     """Options of the model, by name."""
 
 
-Probability = Annotated[float, Meta(ge=0, le=1)]
-
 _MOST_FLOPS = 10**40
 """FLOPs per step: more than any step needs, and far below the largest float. A choice."""
 
@@ -133,6 +131,8 @@ class Plan(PrintedResult):
     """Training without a plan: the whole global batch as one micro-batch, nothing recomputed."""
     alternatives: tuple[Alternative, ...]
     """Other settings that were searched, fastest first."""
+    suggestions: tuple[Suggestion, ...] = ()
+    """Changes of what is computed with which it would certainly be faster, the fastest first, at most 5."""
     peak_at: str = field(default="", metadata=ALWAYS_WRITTEN)
     """Where in the step peak memory occurs: the part of the step, and the module if it is in one."""
     budget_curve: tuple[BudgetPoint, ...] = field(default=(), metadata=ALWAYS_WRITTEN)

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from brimful.cost import model_flops
 from brimful.errors import CaptureError
@@ -24,6 +25,7 @@ from brimful.planner.candidates import SearchSpace
 from brimful.planner.explain.alternatives import alternatives, baseline_alternative, budget_curve
 from brimful.planner.explain.infeasible import nothing_fits
 from brimful.planner.explain.notes import notes_for, what_safety_costs
+from brimful.planner.explain.suggestions import JobChanges, no_changes, suggestions
 from brimful.planner.fastest import by_time, expected_fastest, fastest_within, with_less_offloading
 from brimful.planner.floor import step_over_floor
 from brimful.planner.headroom import exceedance_of, lowered_limit, with_headroom
@@ -45,7 +47,7 @@ MOST_ROUNDS = 8
 headroom is a fraction f of the budget, what is lacking is multiplied by about f in each round; f ≤ 0.25."""
 
 
-def search(capture: Capture, request: Request) -> Plan:
+def search(capture: Capture, request: Request, job_changes: JobChanges | None = None) -> Plan:
     """The fastest plan within the request's budget, or the simplest of those that are as fast.
 
     The prediction is of a capture with the plan applied. If nothing permitted fits, an InfeasibleError says by
@@ -53,12 +55,13 @@ def search(capture: Capture, request: Request) -> Plan:
     """
     for precision in request.precisions:
         request.device.check_precision(precision)
+    of_job = no_changes if job_changes is None else job_changes
     trace = per_rank_trace(capture(request.baseline_settings()))
     baseline = estimate_unlimited(trace, request.device)
     request = request.for_model(trace)
     notes: list[str] = []
     if small := step_over_floor(capture, request, trace):
-        raise nothing_fits(capture, request, small, trace, baseline, notes, is_searched=False)
+        raise nothing_fits(capture, request, small, trace, baseline, notes, of_job, is_searched=False)
     space = SearchSpace(capture, with_headroom(request, baseline), trace, notes)
     candidates = space.candidates()
     found = _found(candidates, request, request.asked.max_exceedance)
@@ -72,8 +75,16 @@ def search(capture: Capture, request: Request) -> Plan:
         found = [each for each in smallest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
         if not found:
             least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
-            raise nothing_fits(capture, request, least, trace, baseline, notes)
-    return _plan(request, trace, baseline, candidates, found, notes)
+            raise nothing_fits(capture, request, least, trace, baseline, notes, of_job)
+    plan = _plan(request, trace, baseline, candidates, found, notes)
+    if job_changes is None:
+        return plan
+    return replace(
+        plan,
+        suggestions=suggestions(
+            capture, request, trace, found[0], job_changes, least_seconds=baseline.predicted_step_seconds
+        ),
+    )
 
 
 def _safest(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:

@@ -25,6 +25,7 @@ from brimful.memory import (
     predict_memory,
     smallest_surviving_capacity_bytes,
 )
+from brimful.results import Suggestion
 from brimful.settings import Settings
 from brimful.trace import Category, Correction, Guess, Phase, Trace
 from brimful.utils.display import PrintedResult
@@ -144,6 +145,8 @@ class Estimate(PrintedResult):
     `step_time.recompute_seconds`."""
     notes: tuple[str, ...] = ()
     """What was estimated where it was not given: the micro-batch size, the optimizer."""
+    suggestions: tuple[Suggestion, ...] = ()
+    """Changes with which a step that does not fit would, the fastest first, at most 5."""
     at_sizes: Callable[[int], Estimate] | None = field(default=None, repr=False, compare=False)
     """Predicts other micro-batch sizes, for `at`; None in an estimate that `bf.estimate` did not make."""
 

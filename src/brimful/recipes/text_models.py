@@ -15,11 +15,11 @@ from torch import nn
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.models import find_architecture
+from brimful.models.adapters import LEARNING_RATE as ADAPTER_RATE
+from brimful.models.adapters import LoraOptions, adapted, check_quantization, load_base
 from brimful.models.huggingface import attention
 from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.optimizers import NamedOptimizer, named_optimizer
-from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
-from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
 from brimful.recipes.weights import check_most_is_loaded, names_of_tensors, unreadable, warn_new
 from brimful.utils.files import is_directory

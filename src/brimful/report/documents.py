@@ -92,4 +92,5 @@ def error_document(error: BaseException) -> dict[str, Any]:
         document["budget_bytes"] = error.budget_bytes
         document["smallest_peak_bytes"] = error.smallest_peak_bytes
         document["shortfall_bytes"] = error.shortfall_bytes
+        document["suggestions"] = [to_json_document(each) for each in error.suggestions]
     return document

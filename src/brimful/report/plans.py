@@ -10,6 +10,7 @@ from brimful.memory import ModuleShare
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
+from brimful.results import Suggestion
 from brimful.trace import Category
 from brimful.utils.quantities import GIB, format_bytes, format_rate, format_seconds
 
@@ -99,6 +100,19 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     yield from _module_listing(estimate)
     yield from _allocator_listing(estimate)
     yield from _correction_listing(estimate)
+    if estimate.suggestions:
+        yield Listing(
+            title="would fit: peak, step time, change",
+            line="    {:>9}  {:>8}  {}",
+            rows=tuple(
+                (
+                    format_bytes(each.predicted_peak_device_bytes),
+                    format_seconds(each.predicted_step_seconds),
+                    _how(each),
+                )
+                for each in estimate.suggestions
+            ),
+        )
     yield from (Remark("note", note) for note in estimate.notes)
 
 
@@ -317,7 +331,29 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
             rows=tuple(_alternative_row(other, plan, context) for other in plan.alternatives),
             is_detail=True,
         )
+    if plan.suggestions:
+        yield Listing(
+            title="with your permission: peak, step time against the plan (90 %), change",
+            line="    {:>9}  {:<27}  {}",
+            rows=tuple(_suggestion_row(each, plan) for each in plan.suggestions),
+        )
     yield from (Remark("note", note) for note in plan.notes if not note.startswith(NOT_SURE))
+
+
+def _fitting_row(suggestion: Suggestion) -> tuple[str, str, str]:
+    size, seconds = suggestion.predicted_peak_device_bytes, suggestion.predicted_step_seconds
+    return format_bytes(size), format_seconds(seconds), _how(suggestion)
+
+
+def _suggestion_row(suggestion: Suggestion, plan: Plan) -> tuple[str, str, str]:
+    size = format_bytes(suggestion.predicted_peak_device_bytes)
+    return size, _slower(suggestion, plan), _how(suggestion)
+
+
+def _how(suggestion: Suggestion) -> str:
+    """How to ask for a change, and what it changes."""
+    unsure = "; ".join(suggestion.uncertain)
+    return f"{suggestion.flag}: {suggestion.effect}{f'; uncertain: {unsure}' if unsure else ''}"
 
 
 def _alternative_row(other: Alternative, plan: Plan, context_bytes: int) -> tuple[str, str, str]:
@@ -356,7 +392,7 @@ def _seconds(result: Estimate | Plan) -> str:
     return f"{seconds} ({number if high.endswith(unit) and ' ' not in unit else low}–{high})"
 
 
-def _slower(other: Alternative, plan: Plan) -> str:
+def _slower(other: Alternative | Suggestion, plan: Plan) -> str:
     """The difference from the plan's time with its interval: "+3.1% (+1.0% to +5.2%)"."""
     slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
     if other.predicted_difference_interval_seconds is None:

@@ -1,4 +1,4 @@
-"""Records of measurements: one step, a training run, a comparison of a plan with the baseline.
+"""Records: measurements of a step, of a training run, of a plan beside the baseline, and what would help.
 
 They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.measure` returns
 `measurement.Measurement`.
@@ -8,6 +8,7 @@ from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
 from brimful.results.self_correction import JobCalibration, SelfCorrection
+from brimful.results.suggestion import Probability, Suggestion
 from brimful.results.training_run import (
     WAITING_FRACTION,
     DataLoading,
@@ -28,11 +29,13 @@ __all__ = [
     "JobCalibration",
     "Measurement",
     "OpTemporary",
+    "Probability",
     "Recovery",
     "SampleSize",
     "SelfCorrection",
     "StepRecord",
     "StopReason",
+    "Suggestion",
     "TrainingResult",
     "ValidationRecord",
     "describe_growth",

@@ -193,6 +193,7 @@ def test_the_least_needed_is_what_is_allocated_as_other_sizes_may_leave_smaller_
     assert found.predicted_peak_allocated_bytes < found.smallest_surviving_capacity_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plan_predicts_even_choices_or_the_most_uneven_whichever_take_more(way: str, device: str) -> None:

@@ -205,6 +205,7 @@ def text_model() -> Callable[..., Tensor]:
     return torch.compile(GPT(layers=1, width=32, vocabulary=200))
 
 
+@pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -107,6 +107,7 @@ def test_capture_leaves_the_tables_of_bitsandbytes_real() -> None:
     assert all(table.device.type == "cpu" for table in bitsandbytes.functional.name2qmap.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_of_4_bit_weights_on_a_cpu_is_as_measured(family: str) -> None:
     job = adapted_job(family, WEIGHTS["nf4, double"])

@@ -127,6 +127,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpt", "post-norm"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
@@ -139,6 +140,7 @@ def test_a_short_capture_gives_the_trace_of_a_whole_one(name: str, case: str) ->
     assert all(count < LAYERS for count in ran)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("failed", [0, 1, 2], ids=["none", "joined updates", "all"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
 def test_what_holds_on_one_device_shortens_captures_on_another(precision: Precision, failed: int) -> None:

@@ -74,6 +74,7 @@ def joined(job: Job, settings: Settings, device: str) -> Any:
     return shared._captured(settings, None)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", JOBS)

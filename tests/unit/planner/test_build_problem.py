@@ -88,6 +88,7 @@ def sample_choices(problem: Problem, seed: int) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(len(unit)) for unit in problem.units) for _ in range(CHOICES)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("name", "device", "precision", "tolerance"), CASES)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")

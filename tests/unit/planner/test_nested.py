@@ -68,6 +68,7 @@ def nesting(units: tuple[str, ...], nested: tuple[bool, ...]) -> tuple[UnitActio
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     ("device", "precision"), [("cpu", Precision.FP32), ("A100 80GB SXM", Precision.BF16)], ids=["cpu", "A100"]

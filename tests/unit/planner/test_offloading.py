@@ -97,6 +97,7 @@ def choices(of: PlanningProblem, seed: int) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "precision", "tolerance"), CASES)
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
 def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(

@@ -59,6 +59,7 @@ SHARES = sorted([i / 8 for i in range(9)] + [1 / 3 + i / 100 for i in range(8)])
 """Of what keeping everything takes beyond the least: over all of it, and close to one another."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["gpt", "post-norm", "resnet", "unet", "vgg", "returning"])
 def test_a_plan_is_within_its_budget_and_more_budget_is_never_slower(name: str) -> None:
     """Budgets close to one another too, where what the allocator reserves goes up and down; with more than
@@ -118,6 +119,7 @@ def peak_bytes(trace: Trace) -> int:
     return profile.peak_bytes_in_step(profile.last_step)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", JOBS)
 def test_a_spliced_trace_takes_what_a_capture_does(name: str) -> None:
     """To the byte, but for a rounding of the allocator."""

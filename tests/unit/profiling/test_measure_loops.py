@@ -110,6 +110,7 @@ def with_lbfgs(line_search: str | None, *, is_convex: bool = False) -> Loop:
     return loop
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "loop",
     [adversarial, averaging, leaking, with_lbfgs(None, is_convex=True), with_lbfgs("strong_wolfe")],

@@ -107,6 +107,7 @@ def test_the_peak_of_a_small_mlp_is_what_one_can_add_up() -> None:
     assert measured.device == "cpu"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("job", [mlp_job, lambda: mlp_job(optimizer="adamw"), gpt_job, lambda: gpt_job(0.1)])
 @pytest.mark.parametrize("steps", [1, 2, 4])
 @pytest.mark.parametrize("recompute", [False, True])

@@ -16,6 +16,7 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
+from brimful.integrations.suggestions import for_trainer
 from brimful.integrations.transformers.applied_plan import AppliedPlan
 from brimful.integrations.transformers.batches import few_samples_notes, reading_notes
 from brimful.integrations.transformers.coupling import why_not_divided
@@ -50,6 +51,18 @@ _OF_THE_TRAINER = {
     "offload_parameters": "fsdp_config in TrainingArguments",
 }
 """Options of a plan that the trainer decides, and where."""
+
+_SUGGESTED = {
+    'precision="bf16"': "TrainingArguments(bf16=True)",
+    'precision="fp16"': "TrainingArguments(fp16=True)",
+    'precision="tf32"': "TrainingArguments(tf32=True)",
+    'optimizer="adamw8bit"': 'TrainingArguments(optim="adamw_bnb_8bit")',
+    'optimizer="adafactor"': 'TrainingArguments(optim="adafactor")',
+    'optimizer="sgd"': 'TrainingArguments(optim="sgd")',
+    "split_batch_norm=True": "split_batch_norm=True",
+    "world_size=2": "torchrun --nproc-per-node 2",
+}
+"""What asks a trainer for each suggestion."""
 
 
 def plan(
@@ -122,7 +135,11 @@ def plan(
                 found = make(**asked)
             evaluated = evaluation_notes(trainer, own) if found.device_kind == "cuda" else ()
         of_trainer = (*notes_for_trainer(found, trainer), *notes, *division_notes(trainer))
-        return replace(found, notes=(*of_trainer, *_joining_notes(trainer, joining), *evaluated))
+        return replace(
+            found,
+            suggestions=tuple(for_trainer(found.suggestions, _SUGGESTED)),
+            notes=(*of_trainer, *_joining_notes(trainer, joining), *evaluated),
+        )
 
     try:
         return _of_the_first_process(trainer, planned)
@@ -133,6 +150,7 @@ def plan(
             f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
             budget_bytes=error.budget_bytes,
             smallest_peak_bytes=error.smallest_peak_bytes,
+            suggestions=error.suggestions,
         ) from None
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
 
 from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
 from brimful.planner.coupling import why_kept_whole
+from brimful.planner.explain.suggestions import JobChanges, what_would_fit
 from brimful.planner.floor import Floor
 from brimful.planner.headroom import lowered_limit
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
 from brimful.prediction.exceedance import bytes_at_probability
-from brimful.settings import Action, Precision, Settings
+from brimful.results import Suggestion
+from brimful.settings import Action, Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
-from brimful.utils.quantities import format_bytes, parse_bytes
+from brimful.utils.quantities import format_bytes, format_seconds, parse_bytes
 
 
 def nothing_fits(
@@ -29,20 +30,23 @@ def nothing_fits(
     trace: Trace,
     baseline: Estimate,
     notes: Iterable[str],
+    job_changes: JobChanges,
     *,
     is_searched: bool = True,
 ) -> InfeasibleError:
     """The error to raise: by how much nothing fits, because of what, and the nearest options.
 
     `smallest` is the least that anything permitted takes, or if that was not searched for, a step that takes
-    little; `trace` and `baseline` are of training without a plan; `notes` say why something could not be tried.
+    little; `trace` and `baseline` are of training without a plan; `notes` say why something could not be tried;
+    `job_changes` are those of the job.
     """
+    would_fit = what_would_fit(capture, request, trace, smallest, job_changes)
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  baseline: {format_bytes(baseline.predicted_peak_device_bytes)}",
         *_too_much(request, smallest, trace, is_searched=is_searched),
         *_why_no_less(request, trace),
-        *(f"  would fit: {option}" for option in _options(capture, request, smallest, trace)),
+        *(f"  would fit: {option}" for option in _options(capture, request, smallest, trace, would_fit)),
     ]
     if not is_searched:
         lines[-1] += ", perhaps less"
@@ -51,6 +55,7 @@ def nothing_fits(
         "\n".join(lines),
         budget_bytes=request.budget_bytes,
         smallest_peak_bytes=smallest.predicted_peak_device_bytes,
+        suggestions=would_fit,
     )
 
 
@@ -111,34 +116,18 @@ def _what_was_asked(request: Request) -> Iterator[str]:
         yield "no optimizer on the host"
 
 
-def _options(capture: Capture, request: Request, smallest: Estimate, baseline: Trace) -> Iterator[str]:
-    """Changes that would fit, none of which is made unasked: they change the mathematics or the budget.
-
-    A change whose prediction is uncertain is not advised: that it fits is not known.
-    """
-    settings = smallest.settings
-    may_fit = not Floor.of(baseline, request).is_over(request)
-    may_fit_without_state = not Floor.of(baseline, request, has_state=False).is_over(request)
-    tried: list[tuple[str, dict[str, Any]]] = [
-        (f"precision {precision}", {"precision": precision})
-        for precision in (Precision.BF16, Precision.FP16)
-        if may_fit and precision not in request.precisions and request.device.supports(precision)
-    ][:1]
-    if may_fit_without_state and request.asked.optimizer is None:
-        tried += [
-            (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
-            for name in ("adafactor", "sgd")
-        ]
-    for label, changes in tried:
-        try:
-            trace = capture(replace(settings, **changes))
-            estimate = estimate_unlimited(per_rank_trace(trace), request.device)
-        except (CaptureError, UsageError):  # what is pinned may not go with it
-            continue
-        if _keeps_limit(estimate, request) and not estimate.uncertain_ops:
-            yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
-    if may_fit_without_state:
-        yield from _more_host_memory(capture, request, settings)
+def _options(
+    capture: Capture, request: Request, smallest: Estimate, baseline: Trace, would_fit: Iterable[Suggestion]
+) -> Iterator[str]:
+    """Changes that would fit, none of which is made unasked: they change results, the host or the budget."""
+    for each in would_fit:
+        unsure = f"; uncertain: {'; '.join(each.uncertain)}" if each.uncertain else ""
+        yield (
+            f"{each.flag} ({each.option}): {format_bytes(each.predicted_peak_device_bytes)} and "
+            f"{format_seconds(each.predicted_step_seconds)} a step predicted; {each.effect}{unsure}"
+        )
+    if not Floor.of(baseline, request, has_state=False).is_over(request):
+        yield from _more_host_memory(capture, request, smallest.settings)
     exceedance = request.asked.max_exceedance
     needed_bytes = bytes_at_probability(smallest.device_peak, request.device.kind, exceedance)
     yield f"a budget of {_rounded_up(needed_bytes)}, with a probability of {1 - exceedance:.4g}"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import UnknownNameError, UsageError
+from brimful.models.adapters import QUANTIZATIONS, LoraOptions, quantise_linear_layers
 from brimful.recipes import language_model, save_pretrained, text_classification
-from brimful.recipes.adapters import QUANTIZATIONS, LoraOptions, quantise_linear_layers
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -95,6 +95,7 @@ def test_only_adapters_and_a_head_are_trained(models: Path, task: str) -> None:
     assert not any("classifier" in name or "lm_head" in name for name in quantised)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
 @pytest.mark.parametrize("quantize", list(QUANTIZATIONS))
 @pytest.mark.parametrize("task", ["language-model", "text-classification"])
@@ -141,6 +142,7 @@ def test_training_without_the_library_says_what_to_install(
         train(job, tmp_path / "run", 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("quantize", [None, "nf4-dq", "int8"])
 @pytest.mark.parametrize("task", ["language-model", "text-classification"])
 def test_a_resumed_run_is_the_uninterrupted_one(

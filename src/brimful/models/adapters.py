@@ -140,6 +140,7 @@ def adapted(
     try:
         with warnings.catch_warnings():  # of transformers, about a name that peft reads, and of peft
             warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6")
+            warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
             warnings.filterwarnings(
                 "ignore", message="fan_in_fan_out is set to False"
             )  # peft sets it for Conv1D

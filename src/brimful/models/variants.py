@@ -1,0 +1,85 @@
+"""A job with another type of its weights, or with LoRA adapters over them; its loss and batch stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from brimful.errors import UnknownNameError, UsageError
+from brimful.job import Job
+from brimful.models.adapters import LoraOptions, adapted, check_quantization
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+"""Types of weights, by name."""
+
+
+def with_dtype(job: Job, dtype: str) -> Job:
+    """The job with its floating-point parameters and buffers in another type, as `model.to(dtype)` makes them.
+
+    Gradients and optimizer state have the type too. UnknownNameError if no type has the name.
+    """
+    if dtype not in DTYPES:
+        raise UnknownNameError("type of weights", dtype, DTYPES)
+    return _rebuilt(job, "dtype", lambda model: model.to(DTYPES[dtype]))
+
+
+def with_adapters(job: Job, lora: str, quantize: str | None = None) -> Job:
+    """The job that trains LoRA adapters over frozen weights, quantised if `quantize` is given.
+
+    `lora` is as for `LoraOptions.parse`, `quantize` one of `QUANTIZATIONS`. The model must be of transformers;
+    the new head of a classifier is trained too. UsageError if it is not, or if peft is not installed.
+    """
+    options = LoraOptions.parse(lora)
+    check_quantization(quantize, has_adapters=True)
+
+    def adapt(model: nn.Module) -> nn.Module:
+        if not is_of_transformers(model):
+            raise UsageError(
+                f"{job.name}: adapters are added to models of transformers, and this is a "
+                f"{type(model).__name__}. Add them in Job(model=…), with peft.get_peft_model."
+            )
+        return adapted(model, options, quantize, is_classifier=_is_classifier(model))
+
+    return _rebuilt(job, "lora", adapt)
+
+
+def with_variant(job: Job, *, dtype: str | None, lora: str | None, quantize: str | None) -> Job:
+    """The job with the options that are given."""
+    check_quantization(quantize, has_adapters=lora is not None)
+    if dtype is not None:
+        job = with_dtype(job, dtype)
+    return job if lora is None else with_adapters(job, lora, quantize)
+
+
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model is a `PreTrainedModel`; transformers is not imported for that."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
+
+
+def _is_classifier(model: Any) -> bool:
+    return "For" in type(model).__name__ and "Classification" in type(model).__name__
+
+
+def _rebuilt(job: Job, option: str, change: Callable[[Any], nn.Module]) -> Job:
+    """The job whose model is changed after it is built."""
+    build = job.model
+    if isinstance(build, nn.Module):
+        raise UsageError(
+            f"{job.name}: {option} would change the module that Job(model=…) was given. Give a function that "
+            "builds it."
+        )
+    return replace(job, model=lambda: change(build()))

@@ -1,0 +1,238 @@
+"""Models by the name they are published under, with the libraries' own code, offline."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import brimful as bf
+from brimful.errors import UnknownNameError, UsageError
+from brimful.models.hub import hub_job, known_model, known_models
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+    },
+    "RobertaForMaskedLM": {
+        "model_type": "roberta",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 34,
+        "pad_token_id": 1,
+    },
+    "BertForSequenceClassification": {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+        "num_labels": 3,
+    },
+    "T5ForConditionalGeneration": {
+        "model_type": "t5",
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 100,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+    },
+    "WhisperForConditionalGeneration": {
+        "model_type": "whisper",
+        "d_model": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "vocab_size": 100,
+        "max_source_positions": 50,
+        "max_target_positions": 20,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    "ViTForImageClassification": {
+        "model_type": "vit",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 5,
+    },
+    **{
+        kind: {
+            "model_type": model_type,
+            "projection_dim": 32,
+            "text_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "vocab_size": 100,
+                "max_position_embeddings": 16,
+                "eos_token_id": 99,
+                "bos_token_id": 98,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "image_size": 32,
+                "patch_size": 8,
+            },
+        }
+        for kind, model_type in (("CLIPModel", "clip"), ("SiglipModel", "siglip"))
+    },
+}
+
+
+@pytest.fixture
+def configuration(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"architectures": [request.param], **SMALL[request.param]}))
+    return file
+
+
+@pytest.mark.parametrize("configuration", SMALL, indirect=True)
+def test_a_local_configuration_is_estimated_and_measured_as_any_job(configuration: Path) -> None:
+    """From its file and from its directory, the same; and a real step takes what is predicted."""
+    of_file, of_directory = (bf.find_architecture(str(path)) for path in (configuration, configuration.parent))
+    predicted = [
+        bf.estimate(job, "cpu", micro_batch_size=4).predicted_peak_allocated_bytes
+        for job in (of_file, of_directory)
+    ]
+    assert predicted[0] == predicted[1]
+    measured = bf.measure(of_file, bf.Settings(micro_batch_size=4), "cpu")
+    assert measured.measured_peak_allocated_bytes == pytest.approx(predicted[0], rel=0.01)
+
+
+@pytest.mark.parametrize("configuration", ["CLIPModel", "SiglipModel"], indirect=True)
+def test_the_loss_of_images_and_texts_is_that_of_the_library(configuration: Path) -> None:
+    job = bf.find_architecture(str(configuration))
+    assert callable(job.model)
+    assert callable(job.batch)
+    assert job.embed is not None
+    model, batch = job.model(), job.batch(5)
+    own: torch.Tensor = model(**batch, return_loss=True).loss
+    torch.testing.assert_close(job.loss(job.embed(model, batch)), own)
+
+
+@pytest.mark.parametrize("configuration", ["LlamaForCausalLM"], indirect=True)
+def test_options_change_the_model_and_its_batch(configuration: Path) -> None:
+    job = bf.find_architecture(
+        str(configuration), sequence_length=16, num_hidden_layers=1, dtype="bf16", lora="r=4"
+    )
+    assert callable(job.model)
+    assert callable(job.batch)
+    assert job.batch(3)["input_ids"].shape == (3, 16)
+    names = dict(job.model().named_parameters())
+    assert any("lora_A" in name for name in names)
+    assert not any("layers.1." in name for name in names)
+    with pytest.raises(UsageError, match="sequence_length"):
+        bf.find_architecture(str(configuration), sequence_length=65)
+
+
+def test_known_names_have_the_published_number_of_parameters() -> None:
+    """All of them: benchmarks/models_by_name.py."""
+    for name in ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "google/gemma-3-270m"):
+        published = known_models()[name].parameter_count
+        job = bf.find_architecture(name)
+        assert bf.estimate(job, "H100 SXM", micro_batch_size=1).parameter_count == published
+
+
+def test_a_name_is_known_by_its_last_part_in_any_case() -> None:
+    assert known_model("qwen2.5-0.5b") is known_models()["Qwen/Qwen2.5-0.5B"]
+    assert len(known_models()) >= 100
+    assert known_model("no such model") is None
+    assert hub_job("resnet9000") is None
+    with pytest.raises(UnknownNameError, match=r"Nearest: Qwen3-8B.*brimful models"):
+        bf.find_architecture("qwen3-9b")
+
+
+def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=r"hf download no-such/model-at-all config\.json"):
+        bf.find_architecture("no-such/model-at-all")
+
+
+def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
+    """`auto_map` names a module beside the configuration; the library's own class is taken."""
+    (tmp_path / "modeling.py").write_text("raise SystemExit('it ran')")
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL["LlamaForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "modeling.Config", "AutoModelForCausalLM": "modeling.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert bf.estimate(bf.find_architecture(str(tmp_path)), "cpu", micro_batch_size=1).parameter_count > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "not a JSON object"),
+        ("{", "JSON"),
+        ('{"model_type": "bert"}', "the architectures none"),
+        ('{"model_type": "bert", "architectures": ["BertModel"]}', "a job is known for"),
+        ('{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}', "cannot read the configuration"),
+        ('{"_class_name": "AutoencoderKL"}', "UNet2DConditionModel"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    with pytest.raises(bf.BrimfulError, match=message):
+        bf.find_architecture(str(file))
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        bf.find_architecture(str(tmp_path))
+
+
+def test_a_pipeline_of_diffusers_is_its_denoising_network(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    (tmp_path / "unet").mkdir()
+    config = {
+        "_class_name": "UNet2DConditionModel",
+        "sample_size": 8,
+        "block_out_channels": [32, 64],
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+        "layers_per_block": 1,
+        "cross_attention_dim": 16,
+        "attention_head_dim": 8,
+    }
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(config))
+    job = bf.find_architecture(str(tmp_path))
+    predicted = bf.estimate(job, "cpu", micro_batch_size=2).predicted_peak_allocated_bytes
+    measured = bf.measure(job, bf.Settings(micro_batch_size=2), "cpu")
+    assert measured.measured_peak_allocated_bytes == pytest.approx(predicted, rel=0.01)
+    with pytest.raises(UsageError, match="multiples of 64"):
+        bf.find_architecture(str(tmp_path), image_size=100)
+
+
+def test_timm_builds_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    job = bf.find_architecture("timm/resnet18", image_size=64, num_classes=7)
+    assert bf.estimate(job, "cpu", micro_batch_size=2).parameter_count > 11_000_000
+    with pytest.raises(UsageError, match="no model"):
+        bf.estimate(bf.find_architecture("timm/resnet18x"), "cpu")

@@ -1,0 +1,188 @@
+"""Suggestions: each is predicted as a plan or an estimate with the change is, and nothing unasked is done."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import brimful as bf
+from brimful.capture import CautiousCapture
+from brimful.devices import find_device
+from brimful.models.resolve import resolve_job
+from brimful.planner import Plan
+from brimful.planner.candidate import estimate_of
+from brimful.results import Suggestion
+from brimful.settings import Parallelism, Precision, Settings
+
+GPU = "RTX 3090"
+
+
+def bert(**options: Any) -> bf.Job:
+    return bf.find_architecture("bert-base", sequence_length=256, num_hidden_layers=6, **options)
+
+
+def llama(**options: Any) -> bf.Job:
+    return bf.find_architecture(
+        "llama-3.2-1b", sequence_length=256, num_hidden_layers=3, vocab_size=16_000, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def limited() -> Plan:
+    """A plan that recomputes, as its budget is small."""
+    return bf.plan(bert(), GPU, global_batch_size=32, budget="1.8GiB")
+
+
+def by_flag(suggestions: tuple[Suggestion, ...]) -> dict[str, Suggestion]:
+    return {each.flag: each for each in suggestions}
+
+
+def test_a_limited_plan_suggests_what_is_faster(limited: Plan) -> None:
+    assert limited.settings.changed
+    assert limited.settings.precision is Precision.FP32
+    found = by_flag(limited.suggestions)
+    assert {"--precision bf16", "--optimizer adamw8bit", "--world-size 2"} <= found.keys()
+    seconds = [each.predicted_step_seconds for each in limited.suggestions]
+    assert seconds == sorted(seconds)
+    for each in limited.suggestions:
+        assert each.predicted_peak_device_bytes <= limited.budget_bytes
+        assert each.predicted_step_seconds < limited.predicted_step_seconds
+        assert each.predicted_difference_interval_seconds is not None
+        assert each.predicted_difference_interval_seconds[1] < 0
+
+
+def test_a_suggestion_is_what_its_own_capture_predicts(limited: Plan) -> None:
+    device = find_device(GPU)
+    capture = CautiousCapture(bert(), device)
+    assert limited.suggestions
+    for each in limited.suggestions:
+        if "--dtype" in each.flag or "--lora" in each.flag:
+            continue
+        own = estimate_of(each.settings, capture, device)
+        assert each.predicted_peak_device_bytes == pytest.approx(own.predicted_peak_device_bytes, rel=0.01)
+        assert each.predicted_step_seconds == pytest.approx(own.predicted_step_seconds, rel=0.01)
+
+
+def test_a_plan_with_the_change_is_at_least_as_fast(limited: Plan) -> None:
+    for flag, asked in {
+        "--precision bf16": {"precision": "bf16"},
+        "--optimizer adamw8bit": {"optimizer": "adamw8bit"},
+    }.items():
+        plan = bf.plan(bert(), GPU, global_batch_size=32, budget="1.8GiB", **asked)  # type: ignore[arg-type]
+        suggested = by_flag(limited.suggestions)[flag].predicted_step_seconds
+        assert plan.predicted_step_seconds <= suggested * 1.03  # the simplest of equal ones
+
+
+def test_a_plan_that_fits_whole_suggests_no_optimizer() -> None:
+    plan = bf.plan(bert(), GPU, global_batch_size=4)
+    assert not plan.settings.changed
+    flags = by_flag(plan.suggestions).keys()
+    assert "--precision bf16" in flags
+    assert not any("optimizer" in flag or "lora" in flag for flag in flags)
+
+
+def test_what_is_permitted_is_not_suggested() -> None:
+    plan = bf.plan(bert(), GPU, global_batch_size=32, budget="1.8GiB", precision="bf16", optimizer="sgd")
+    assert not any("precision" in each.flag or "optimizer" in each.flag for each in plan.suggestions)
+
+
+def test_a_plan_with_suggestions_is_read_as_it_was_written(limited: Plan) -> None:
+    assert Plan.from_json(limited.to_json()) == limited
+    older = limited.to_json()
+    del older["suggestions"]
+    assert Plan.from_json(older).suggestions == ()
+
+
+def test_the_text_of_a_plan_says_how_to_ask_and_what_changes(limited: Plan) -> None:
+    assert re.search(r"with your permission: peak, step time", str(limited))
+    assert re.search(r"-\d.*--precision bf16: products have 8 significant bits", str(limited))
+
+
+def adapted(flag: str) -> dict[str, Any]:
+    """The options of a model that a flag means."""
+    words = iter(flag.split())
+    return {word[2:]: next(words) for word in words}
+
+
+def test_where_nothing_fits_adapters_are_suggested_as_they_are_planned() -> None:
+    with pytest.raises(bf.InfeasibleError) as caught:
+        bf.plan(llama(), GPU, global_batch_size=8, budget="1.6GiB")
+    found = [each for each in caught.value.suggestions if "--lora" in each.flag]
+    assert len(found) == 1
+    assert f"would fit: {found[0].flag}" in str(caught.value)
+    plan = bf.plan(llama(**adapted(found[0].flag)), GPU, global_batch_size=8, budget="1.6GiB")
+    assert plan.predicted_step_seconds <= found[0].predicted_step_seconds * 1.03
+
+
+def test_two_changes_are_suggested_where_none_suffices() -> None:
+    estimate = bf.estimate(llama(), GPU, micro_batch_size=8, budget="1.6GiB")
+    assert estimate.suggestions
+    assert all(each.flag.count("--") >= 2 for each in estimate.suggestions)
+    assert any("--recompute all" in each.flag for each in estimate.suggestions)
+
+
+def asked_of_estimate(flag: str) -> Iterator[tuple[str, Any]]:
+    words = iter(flag.split())
+    for word in words:
+        value = next(words)
+        yield word[2:].replace("-", "_"), int(value) if value.isdecimal() else value
+
+
+def test_what_an_estimate_suggests_is_what_it_predicts_with_it() -> None:
+    estimate = bf.estimate(bert(), GPU, micro_batch_size=16, budget="2GiB")
+    assert estimate.verdict == "does not fit"
+    found = by_flag(estimate.suggestions)
+    assert "--recompute all" in found
+    assert any(flag.startswith("--micro-batch-size") for flag in found)
+    for flag, each in found.items():
+        asked: dict[str, Any] = {"micro_batch_size": 16, **dict(asked_of_estimate(flag))}
+        of_model = {name: asked.pop(name) for name in ("dtype", "lora", "quantize") if name in asked}
+        again = bf.estimate(bert(**of_model), GPU, budget="2GiB", **asked)
+        assert again.verdict != "does not fit"
+        assert each.predicted_peak_device_bytes == pytest.approx(again.predicted_peak_device_bytes, rel=0.01)
+        assert each.predicted_step_seconds == pytest.approx(again.predicted_step_seconds, rel=0.01)
+
+
+def test_an_estimate_that_fits_suggests_nothing() -> None:
+    assert bf.estimate(bert(), GPU, micro_batch_size=2).suggestions == ()
+
+
+def test_splitting_under_batch_norm_is_suggested_with_what_it_changes() -> None:
+    resnet = bf.find_architecture("resnet18", image_size=64)
+    estimate = bf.estimate(resnet, GPU, micro_batch_size=512, budget="1.6GiB")
+    (split,) = [each for each in estimate.suggestions if "--gradient-accumulation-steps" in each.flag]
+    assert split.effect == "BatchNorm has statistics of micro-batches"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_ranks_under_ddp_run_what_one_runs(steps: int) -> None:
+    """So their step is predicted from captures of one."""
+    device = find_device(GPU)
+    capture = CautiousCapture(bert(), device)
+    one = Settings(micro_batch_size=2, gradient_accumulation_steps=steps)
+    two = Settings(
+        micro_batch_size=2, gradient_accumulation_steps=steps, world_size=2, parallelism=Parallelism.DDP
+    )
+    assert capture(one).with_settings(two) == capture(two)
+
+
+def test_variants_are_options_of_any_model(tmp_path: Any) -> None:
+    assert "cannot" not in str(bf.estimate(bert(dtype="bf16"), GPU, micro_batch_size=1))
+    half = bf.estimate(bert(dtype="bf16"), GPU, micro_batch_size=1).predicted_peak_allocated_bytes
+    assert half < 0.55 * bf.estimate(bert(), GPU, micro_batch_size=1).predicted_peak_allocated_bytes
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch, brimful as bf\n"
+        "def job():\n"
+        "    return bf.Job(model=lambda: torch.nn.Linear(8, 8), batch=lambda n: torch.zeros(n, 8),\n"
+        "        loss=lambda model, x: model(x).sum())\n"
+    )
+    own = resolve_job(f"{file}:job", dtype="bf16")
+    assert {str(each.dtype) for each in own.model().parameters()} == {"torch.bfloat16"}  # type: ignore[operator]
+    with pytest.raises(bf.errors.UsageError, match="adapters are added to models of transformers"):
+        bf.estimate(resolve_job(f"{file}:job", lora="r=4"), GPU)
+    with pytest.raises(bf.errors.UsageError, match="quantised weights are frozen"):
+        resolve_job(f"{file}:job", quantize="nf4")
+    with pytest.raises(bf.errors.UnknownNameError, match="type of weights"):
+        resolve_job(f"{file}:job", dtype="fp8")
