@@ -62,8 +62,10 @@ TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attac
 READERS = {
     "__init__.py": {"read_text": SYSTEM},
     "models/hub.py": {
-        **{"read_text": SYSTEM, "json.loads": SYSTEM},
-        **{"read_regular_file": CONFIGURATION, "parse_json": CONFIGURATION},
+        "read_text": SYSTEM,
+        "json.loads": SYSTEM,
+        "read_regular_file": CONFIGURATION,
+        "parse_json": CONFIGURATION,
     },
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
