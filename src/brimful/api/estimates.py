@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,7 +50,7 @@ from brimful.settings import (
     Settings,
     UnitAction,
 )
-from brimful.trace import Trace, find_units
+from brimful.trace import Trace, find_units, per_rank_trace
 from brimful.utils.quantities import parse_bytes
 from brimful.utils.status import busy
 
@@ -61,6 +62,7 @@ def estimate(
     job: Job,
     device: DeviceLike = "auto",
     *,
+    settings: Settings | None = None,
     micro_batch_size: int | Literal["largest"] | None = None,
     gradient_accumulation_steps: int = 1,
     precision: PrecisionLike = Precision.FP32,
@@ -86,13 +88,16 @@ def estimate(
         job: The job to estimate.
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
             ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
+        settings: How the step runs, chosen by hand, such as those of a plan or of a suggestion. The options
+            below that settings have are then not given.
         micro_batch_size: Samples in one forward and backward pass; "largest" finds the most that fit. None
             estimates 1, and a note says so. Of the result, `at(size)` predicts another size.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
         optimizer_implementation: "for-loop", "foreach" or "fused"; None uses torch's default.
-        recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
+        recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything; a pattern of
+            names such as "encoder.layer.*" recomputes the units that match.
         optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
         memory_format: Layout of 4-d and 5-d parameters and inputs: "channels_last" or "contiguous"; "auto"
@@ -116,20 +121,39 @@ def estimate(
     """
     target = resolve_device(device)
     capacity_bytes = _capacity_bytes(job, device, target, budget)
-    settings = replace(
-        _settings(job, target, gradient_accumulation_steps, precision, optimizer),
-        optimizer_implementation=parse_implementation(optimizer_implementation),
-        optimizer_in_backward=optimizer_in_backward,
-        offload_optimizer=offload_optimizer,
-    )
+    of_allocator = _parse_allocator(allocator)
+    if settings is None:
+        chosen = replace(
+            _settings(job, target, gradient_accumulation_steps, precision, optimizer),
+            optimizer_implementation=parse_implementation(optimizer_implementation),
+            optimizer_in_backward=optimizer_in_backward,
+            offload_optimizer=offload_optimizer,
+        )
+    else:
+        _refuse_beside_settings(
+            micro_batch_size=micro_batch_size is not None,
+            gradient_accumulation_steps=gradient_accumulation_steps != 1,
+            precision=precision is not Precision.FP32,
+            optimizer=optimizer is not None,
+            optimizer_implementation=optimizer_implementation is not None,
+            recompute=recompute is not None,
+            optimizer_in_backward=optimizer_in_backward,
+            offload_optimizer=offload_optimizer,
+            memory_format=memory_format is not None,
+        )
+        target.check_precision(settings.precision)
+        check_loop_decides(job, settings)
+        micro_batch_size, chosen = settings.micro_batch_size, replace(settings, micro_batch_size=1)
+        if of_allocator == DEFAULT_ALLOCATOR:
+            of_allocator = AllocatorSettings.of(settings)
     question = _Question(
         job=job,
         device=target,
-        settings=settings,
-        formats=_memory_formats(job, memory_format),
-        recomputes=parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE,
+        settings=chosen,
+        formats=_memory_formats(job, memory_format) if settings is None else (settings.memory_format,),
+        recomputes=_pattern_of(recompute),
         capacity_bytes=capacity_bytes,
-        allocator=_parse_allocator(allocator),
+        allocator=of_allocator,
         evaluates=evaluate,
         without=tuple(without),
     )
@@ -151,8 +175,8 @@ class _Question:
     settings: Settings
     formats: tuple[MemoryFormat | None, ...]
     """Memory formats of which the fastest is taken."""
-    recomputes: bool
-    """Whether all units are recomputed; their names are not in `settings` yet."""
+    recomputes: str | None
+    """A pattern of the units that are recomputed, whose names are not in `settings` yet; None for none."""
     capacity_bytes: int | None
     allocator: AllocatorSettings
     evaluates: bool
@@ -217,12 +241,13 @@ class _Question:
         if len(self.formats) > 1:
             memory_format, notes = _fastest_format(capture, sized, self.device, self.formats)
         settings = replace(self.settings, memory_format=memory_format)
-        if self.recomputes:
+        if self.recomputes is not None:
             trace = capture(replace(sized, memory_format=memory_format))
-            settings = _with_all_recomputed(settings, trace)
-        return replace(self, settings=settings, formats=(memory_format,), recomputes=False, notes=notes)
+            settings = _with_recomputed(settings, trace, self.recomputes)
+        return replace(self, settings=settings, formats=(memory_format,), recomputes=None, notes=notes)
 
     def _estimate(self, trace: Trace, device: Device, *, notes: tuple[str, ...], **given: Any) -> Estimate:
+        trace = per_rank_trace(trace)
         found = estimate_trace(
             trace, device, capacity_bytes=self.capacity_bytes, allocator=self.allocator, **given
         )
@@ -498,9 +523,32 @@ def _fastest_format(
     return fastest.settings.memory_format, tuple(notes)
 
 
-def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:
-    units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(trace))
-    return replace(settings, units=units)
+_ALL_UNITS = "*"
+
+
+def _pattern_of(recompute: str | Action | None) -> str | None:
+    """The pattern of names of units to recompute; None for none."""
+    if isinstance(recompute, str) and not isinstance(recompute, Action) and set(recompute) & set("*?[."):
+        return recompute
+    return _ALL_UNITS if parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE else None
+
+
+def _with_recomputed(settings: Settings, trace: Trace, pattern: str) -> Settings:
+    """The settings with the units recomputed whose names match; UnknownNameError if none does."""
+    units = find_units(trace)
+    chosen = [unit for unit in units if fnmatchcase(unit, pattern)]
+    if pattern != _ALL_UNITS and not chosen:
+        raise UnknownNameError("unit", pattern, units)
+    return replace(settings, units=tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in chosen))
+
+
+def _refuse_beside_settings(**given: bool) -> None:
+    """Refuse options that settings have; each says whether it was given."""
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
+        raise UsageError(
+            f"settings say how the step runs; give {', '.join(named)} in them: dataclasses.replace."
+        )
 
 
 def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:

@@ -86,7 +86,10 @@ def estimate(
     optimizer: OptimizerName = None,
     optimizer_implementation: OptimizerImplementationName = None,
     recompute: Annotated[
-        str, typer.Option("--recompute", help="all or none: what becomes of saved tensors.")
+        str,
+        typer.Option(
+            "--recompute", help="Activation checkpointing: all, none, or a pattern of units: encoder.layer.*"
+        ),
     ] = "none",
     memory_format: MemoryFormatName = None,
     budget: Annotated[

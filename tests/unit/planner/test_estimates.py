@@ -403,6 +403,35 @@ def test_an_estimate_recomputes_all_or_nothing() -> None:
     assert bf.estimate(wide_job(), DEVICE, recompute=Action.KEEP).settings.units == ()
 
 
+def test_units_that_match_a_pattern_are_recomputed() -> None:
+    job = bf.find_architecture("bert-base", sequence_length=32, num_hidden_layers=4)
+    some = bf.estimate(job, DEVICE, micro_batch_size=4, recompute="*.layer.[01]")
+    assert some.settings.recomputed == ("bert.encoder.layer.0", "bert.encoder.layer.1")
+    peaks = [
+        bf.estimate(job, DEVICE, micro_batch_size=4, recompute=each).predicted_peak_allocated_bytes
+        for each in ("none", "*.layer.[01]", "all")
+    ]
+    assert peaks[0] > peaks[1] > peaks[2]
+    with pytest.raises(UnknownNameError, match=r"unknown unit 'decoder\.\*'.*layer"):
+        bf.estimate(job, DEVICE, micro_batch_size=4, recompute="decoder.*")
+
+
+def test_settings_chosen_by_hand_are_estimated_as_their_options_are() -> None:
+    job = bf.find_architecture("bert-base", sequence_length=32, num_hidden_layers=2)
+    by_option = bf.estimate(
+        job, DEVICE, micro_batch_size=4, gradient_accumulation_steps=2, precision="bf16", recompute="all"
+    )
+    by_hand = bf.estimate(job, DEVICE, settings=by_option.settings)
+    assert by_hand == by_option
+    plan = bf.plan(job, DEVICE, global_batch_size=8, budget="70%")
+    again = bf.estimate(job, DEVICE, settings=plan.settings)
+    assert again.predicted_peak_device_bytes == plan.predicted_peak_device_bytes
+    two = replace(by_option.settings, world_size=2)
+    assert bf.estimate(job, DEVICE, settings=two).settings.world_size == 2
+    with pytest.raises(UsageError, match="settings say how the step runs; give precision, optimizer in them"):
+        bf.estimate(job, DEVICE, settings=plan.settings, precision="bf16", optimizer="sgd")
+
+
 def test_a_loop_with_all_units_recomputed_says_so() -> None:
     def loop(model: Any, batches: Any) -> None:
         optimizer = torch.optim.SGD(model.parameters())
