@@ -546,9 +546,7 @@ def _refuse_beside_settings(**given: bool) -> None:
     """Refuse options that settings have; each says whether it was given."""
     named = [name for name, is_given in given.items() if is_given]
     if named:
-        raise UsageError(
-            f"settings say how the step runs; give {', '.join(named)} in them: dataclasses.replace."
-        )
+        raise UsageError(f"settings say how the step runs; give {', '.join(named)} in them.")
 
 
 def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:

@@ -87,9 +87,7 @@ def estimate(
     optimizer_implementation: OptimizerImplementationName = None,
     recompute: Annotated[
         str,
-        typer.Option(
-            "--recompute", help="Activation checkpointing: all, none, or a pattern of units: encoder.layer.*"
-        ),
+        typer.Option("--recompute", help="Activation checkpointing: all, none, or units by pattern: *.layer.*"),
     ] = "none",
     memory_format: MemoryFormatName = None,
     budget: Annotated[

@@ -404,16 +404,16 @@ def test_an_estimate_recomputes_all_or_nothing() -> None:
 
 
 def test_units_that_match_a_pattern_are_recomputed() -> None:
-    job = bf.find_architecture("bert-base", sequence_length=32, num_hidden_layers=4)
-    some = bf.estimate(job, DEVICE, micro_batch_size=4, recompute="*.layer.[01]")
+    job = bf.find_architecture("bert-base", sequence_length=128, num_hidden_layers=4)
+    some = bf.estimate(job, DEVICE, micro_batch_size=64, recompute="*.layer.[01]")
     assert some.settings.recomputed == ("bert.encoder.layer.0", "bert.encoder.layer.1")
     peaks = [
-        bf.estimate(job, DEVICE, micro_batch_size=4, recompute=each).predicted_peak_allocated_bytes
+        bf.estimate(job, DEVICE, micro_batch_size=64, recompute=each).predicted_peak_allocated_bytes
         for each in ("none", "*.layer.[01]", "all")
     ]
     assert peaks[0] > peaks[1] > peaks[2]
     with pytest.raises(UnknownNameError, match=r"unknown unit 'decoder\.\*'.*layer"):
-        bf.estimate(job, DEVICE, micro_batch_size=4, recompute="decoder.*")
+        bf.estimate(job, DEVICE, micro_batch_size=64, recompute="decoder.*")
 
 
 def test_settings_chosen_by_hand_are_estimated_as_their_options_are() -> None:
