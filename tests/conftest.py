@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_some_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases of sweeps, unless they were named one by one."""
-    if any("[" in argument for argument in config.args):
+    """Deselect cases of sweeps, unless cases were chosen otherwise: by name, or those that failed."""
+    if config.option.keyword or config.option.lf or any("[" in argument for argument in config.args):
         return
     cases: Counter[str] = Counter()
     left_out = []

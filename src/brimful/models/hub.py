@@ -82,9 +82,14 @@ def hub_job(name: str) -> Callable[..., Job] | None:
     """
     if name.startswith("timm/"):
         return _timm_job(name)
-    if (known := known_model(name)) is not None:
-        return _job_of_config(name, dict(known.config))
     path = Path(name)
+    if (known := known_model(name)) is not None:
+        if is_file(path / "config.json"):
+            raise UsageError(
+                f"{name!r} is both a known model and a directory here. Write ./{name} for the directory, or "
+                "begin elsewhere for the model."
+            )
+        return _job_of_config(name, dict(known.config))
     if is_file(path) and path.suffix == ".json":
         return _job_of_config(path.resolve().parent.name, _read(path))
     if is_directory(path):

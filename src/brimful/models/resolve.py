@@ -112,11 +112,13 @@ def resolve_job(text: str, /, **options: Any) -> Job:
 
 
 def _named_parameters(factory: Any) -> Collection[str]:
-    """Names of the arguments of a factory; none where it does not say."""
+    """Names of the arguments of a factory; those of every model too if it takes any."""
     try:
-        return inspect.signature(factory).parameters if callable(factory) else ()
+        parameters = inspect.signature(factory).parameters if callable(factory) else {}
     except (TypeError, ValueError):
         return ()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return VARIANT_OPTIONS if takes_any else parameters
 
 
 def _factory_in(file: str) -> str:

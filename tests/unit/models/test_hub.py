@@ -170,6 +170,18 @@ def test_a_name_is_known_by_its_last_part_in_any_case() -> None:
         bf.find_architecture("qwen3-9b")
 
 
+def test_a_directory_with_the_name_of_a_known_model_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qwen3-8b").mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL["LlamaForCausalLM"]}
+    (tmp_path / "qwen3-8b" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"Write \./qwen3-8b for the directory"):
+        bf.find_architecture("qwen3-8b")
+    assert bf.estimate(bf.find_architecture("./qwen3-8b"), "cpu", micro_batch_size=1).parameter_count < 1e6
+
+
 def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"hf download no-such/model-at-all config\.json"):

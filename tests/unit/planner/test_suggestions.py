@@ -178,6 +178,14 @@ def test_variants_are_options_of_any_model(tmp_path: Any) -> None:
         "    return bf.Job(model=lambda: torch.nn.Linear(8, 8), batch=lambda n: torch.zeros(n, 8),\n"
         "        loss=lambda model, x: model(x).sum())\n"
     )
+    any_options = tmp_path / "any.py"
+    any_options.write_text(
+        "import brimful as bf\n"
+        "def job(**options):\n"
+        "    assert options == {'dtype': 'own'}\n"
+        "    return bf.Job(model=lambda: None, batch=lambda n: n, loss=lambda model, x: x)\n"
+    )
+    resolve_job(f"{any_options}:job", dtype="own")
     own = resolve_job(f"{file}:job", dtype="bf16")
     assert {str(each.dtype) for each in own.model().parameters()} == {"torch.bfloat16"}  # type: ignore[operator]
     with pytest.raises(bf.errors.UsageError, match="adapters are added to models of transformers"):
