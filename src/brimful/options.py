@@ -35,6 +35,9 @@ MemoryFormatLike: TypeAlias = "str | torch.memory_format | MemoryFormat"
 Member = TypeVar("Member", bound=Enum)
 Value = TypeVar("Value")
 
+VARIANT_OPTIONS = ("dtype", "lora", "quantize")
+"""Options of every model that is named; see `models.variants`."""
+
 LARGEST_SEED = 2**64 - 1
 """Source: torch.manual_seed (torch 2.13)."""
 

@@ -199,7 +199,8 @@ class _Question:
             extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
             compares_allocators=compares_allocators,
         )
-        if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None:
+        is_usual = self.allocator == AllocatorSettings.of(settings) and not (self.evaluates or self.without)
+        if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_usual:
             found = replace(found, suggestions=_suggested(longest.job, self.device, trace, found))
         return replace(found, at_sizes=AtSizes(decided.estimator)), trace
 

@@ -22,6 +22,9 @@ from brimful.trace import Category, Trace
 RANK = "r=16"
 """Adapters that are suggested. Source of the rank: peft's documentation of LoRA (0.21), its usual example."""
 
+_HALF_BYTES = 3
+"""Bytes of a parameter above which most are float32."""
+
 _NF4_FRACTION = 0.14
 """Bytes of 4-bit weights relative to float32, with a scale of 4 bytes for 64; other layers take more."""
 
@@ -37,18 +40,26 @@ class JobChanges:
 
     def __call__(self, baseline: Trace) -> Iterator[Change]:
         """The changes that may help, given training without a plan."""
-        if isinstance(self._job.model, nn.Module):  # it would be changed
+        is_adapted = any(class_name.startswith("Peft") for _, class_name in baseline.module_classes)
+        if isinstance(self._job.model, nn.Module) or is_adapted:  # a module would be changed
             return
         parameters_bytes = most_held_bytes(baseline, Category.PARAMETERS)
+        if parameters_bytes > _HALF_BYTES * baseline.parameter_count:
+            yield self._in_bf16(baseline)
+        yield from self._with_adapters(baseline, parameters_bytes)
+
+    def _in_bf16(self, baseline: Trace) -> Change:
         of_update = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
-        yield Change(
+        return Change(
             name="weights in bf16",
             effect="weights, gradients and optimizer state have 8 significant bits: small updates are lost",
-            option='dtype="bf16"',
+            option='find_architecture(…, dtype="bf16"), or model.to(torch.bfloat16) in Job(model=…)',
             flag="--dtype bf16",
             capture=_Lazy(lambda: CachedCapture(with_dtype(self._job, "bf16"), self._device, like=self._like)),
             floor_bytes=sum(most_held_bytes(baseline, each) for each in of_update) // 2,
         )
+
+    def _with_adapters(self, baseline: Trace, parameters_bytes: int) -> Iterator[Change]:
         if not _may_take_adapters(baseline):
             return
         for name, dtype, quantize, fraction in (
@@ -56,14 +67,14 @@ class JobChanges:
             ("LoRA over weights in bf16", "bf16", None, 0.5),
             ("QLoRA", "bf16", "nf4", _NF4_FRACTION),
         ):
-            option = f'lora="{RANK}"' + (f', dtype="{dtype}"' if dtype else "")
-            flag = f"--lora {RANK}" + (f" --dtype {dtype}" if dtype else "")
-            if quantize is not None:
-                option, flag = f'{option}, quantize="{quantize}"', f"{flag} --quantize {quantize}"
+            given = {"lora": RANK, "dtype": dtype, "quantize": quantize}
+            named = {name: value for name, value in given.items() if value is not None}
+            option = ", ".join(f'{name}="{value}"' for name, value in named.items())
+            flag = " ".join(f"--{name} {value}" for name, value in named.items())
             yield Change(
                 name=name,
                 effect="trains small adapters over frozen weights, for a model that is pretrained",
-                option=option,
+                option=f"find_architecture(…, {option}), or peft.get_peft_model in Job(model=…)",
                 flag=flag,
                 capture=_Lazy(partial(self._adapted, dtype, quantize)),
                 floor_bytes=int(parameters_bytes * fraction),

@@ -43,7 +43,7 @@ from brimful.cli.sources import built_in_source, find_job, find_source, job_of, 
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
-from brimful.options import PlanOptions
+from brimful.options import VARIANT_OPTIONS, PlanOptions
 from brimful.utils.status import busy, report
 
 if TYPE_CHECKING:
@@ -323,7 +323,18 @@ def models(
 
 def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
     """Refuse options other than what to check a plan against, because its file has the planning options."""
-    against = {"model", "options", "seq_len", "image_size", "device", "budget", "check", "export", "as_json"}
+    against = {
+        "model",
+        "options",
+        "seq_len",
+        "image_size",
+        *VARIANT_OPTIONS,
+        "device",
+        "budget",
+        "check",
+        "export",
+        "as_json",
+    }
     asked = asked_on_command_line(context, lambda name: name not in against)
     if asked:
         raise UsageError(

@@ -157,7 +157,7 @@ LoraOption = Annotated[
     typer.Option(
         metavar="OPTIONS",
         help="Train LoRA adapters over frozen weights: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, each "
-        "part optional. Default targets: all linear layers. AdamW at 2e-4 unless --learning-rate.",
+        "part optional. Default targets: all linear layers.",
     ),
 ]
 QuantizeOption = Annotated[

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from brimful.cli.options import ModelOptions
 from brimful.codec import parse_json
 from brimful.errors import FileFormatError, UsageError
+from brimful.options import VARIANT_OPTIONS
 
 if TYPE_CHECKING:
     from brimful.job import Job
@@ -65,9 +66,6 @@ def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
         f"decide which code runs. If you trust that code: brimful plan {model} {rest}"
     )
 
-
-VARIANT_OPTIONS = ("dtype", "lora", "quantize")
-"""Options of every model; see `models.variants`."""
 
 _LONGEST_MODEL = 1000
 """Characters of a command that is shown. A choice."""

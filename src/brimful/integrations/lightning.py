@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 from brimful.api.plans import plan_of_trainer
 from brimful.batches import BatchLayout, layout_of
-from brimful.errors import UsageError
+from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.in_force import Prepared
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.longest_batch import read_notes
@@ -36,7 +36,7 @@ from brimful.execution.longest_data import longest_of_data
 from brimful.execution.random_state import RandomState
 from brimful.integrations.division import Division
 from brimful.integrations.lightning_step import DividedBatches
-from brimful.integrations.suggestions import for_trainer
+from brimful.integrations.suggestions import for_trainer, infeasible_for_trainer
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
@@ -172,11 +172,14 @@ def plan(
         asked["parallelism"] = "ddp"
     check = Division(whole=of_batch, whose="loader").check_planned
     make = partial(plan_of_trainer, own, device, check=check, global_batch_size=size, world_size=world_size)
-    with RandomState.kept():
-        found = make(**asked)
-        if found.settings.micro_batch_size > of_batch:
-            asked["micro_batch_size"] = of_batch
+    try:
+        with RandomState.kept():
             found = make(**asked)
+            if found.settings.micro_batch_size > of_batch:
+                asked["micro_batch_size"] = of_batch
+                found = make(**asked)
+    except InfeasibleError as error:
+        raise infeasible_for_trainer(error, _SUGGESTED) from None
     of_loss = _MEAN_NOTE.format(size=of_batch)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
     suggestions = tuple(for_trainer(found.suggestions, _SUGGESTED))

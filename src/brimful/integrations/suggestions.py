@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from brimful.errors import InfeasibleError
 from brimful.results import Suggestion
+from brimful.utils.quantities import format_bytes, format_seconds
+
+_FLAG = "  would fit: --"
+"""How lines begin that name an option of the command line."""
 
 
-def for_trainer(suggestions: tuple[Suggestion, ...], options: Mapping[str, str]) -> Iterator[Suggestion]:
-    """The suggestions that a trainer can be asked for.
-
-    `options` has its own options by those of `brimful.plan`. What they lack is a change of the model, which
-    stays in words; `dtype` and `lora` are options of brimful's architectures.
-    """
+def for_trainer(suggestions: Iterable[Suggestion], options: Mapping[str, str]) -> Iterator[Suggestion]:
+    """The suggestions that a trainer can be asked for; `options` has its own by those of `brimful.plan`."""
     for each in suggestions:
-        asked = options.get(each.option)
-        if asked is not None:
-            yield replace(each, option=asked, flag=asked)
-        elif each.option.startswith(("dtype", "lora")):
-            yield replace(each, option=each.change, flag=each.change)
+        asked = [options.get(part) for part in each.option.split(", ")]
+        if None not in asked:
+            words = " and ".join(filter(None, asked))
+            yield replace(each, option=words, flag=words)
+
+
+def infeasible_for_trainer(error: InfeasibleError, options: Mapping[str, str]) -> InfeasibleError:
+    """The error with the suggestions that a trainer can be asked for, in its words."""
+    found = tuple(for_trainer(error.suggestions, options))
+    lines = [line for line in str(error).splitlines() if not line.startswith(_FLAG)]
+    place = next((i for i, line in enumerate(lines) if line.startswith("  would fit: ")), len(lines))
+    lines[place:place] = [
+        f"  would fit: {each.option}: {format_bytes(each.predicted_peak_device_bytes)} and "
+        f"{format_seconds(each.predicted_step_seconds)} a step predicted; {each.effect}"
+        for each in found
+    ]
+    return InfeasibleError(
+        "\n".join(lines),
+        budget_bytes=error.budget_bytes,
+        smallest_peak_bytes=error.smallest_peak_bytes,
+        suggestions=found,
+    )

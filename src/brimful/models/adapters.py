@@ -133,7 +133,7 @@ def adapted(
         target_modules=list(lora.targets) or "all-linear",
         exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
         modules_to_save=heads if is_classifier else None,
-        task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM",
+        task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM" if _is_causal(model) else None,
     )
     if any(isinstance(layer, PREDICTED) for layer in model.modules()):
         _add_to_quantised_results(config)
@@ -151,6 +151,10 @@ def adapted(
             f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}."
         ) from error
     return made
+
+
+def _is_causal(model: nn.Module) -> bool:
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def _add_to_quantised_results(config: Any) -> None:

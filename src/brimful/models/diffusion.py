@@ -31,6 +31,13 @@ def diffusion_job(name: str, config: Mapping[str, Any]) -> Callable[..., Job]:
             "with its loss and batch: path/to/file.py:NAME."
         )
 
+    conditions = [key for key in ("addition_embed_type", "class_embed_type") if config.get(key) is not None]
+    if conditions:
+        raise UsageError(
+            f"{name} has conditions besides the text, {conditions[0]}={config[conditions[0]]!r}, whose inputs "
+            "are not known here. Give a brimful.Job with its loss and batch: path/to/file.py:NAME."
+        )
+
     def make(*, image_size: int | None = None) -> Job:
         size = image_size or _PIXELS_OF_LATENT * _size(name, config, "sample_size", 64)
         channels, width = (

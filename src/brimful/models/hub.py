@@ -98,8 +98,18 @@ def hub_job(name: str) -> Callable[..., Job] | None:
 
 
 def _may_be_id(name: str) -> bool:
-    """Whether a name has the form of an id on the Hub, and is not a path."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None and not name.endswith(".py")
+    """Whether a name has the form of an id on the Hub and is not a path, of which no network is asked."""
+    has_form = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
+    return has_form and not is_directory(Path(name).parent) and Path(name).suffix.lower() not in _OF_FILES
+
+
+_OF_FILES = frozenset(
+    (
+        *(".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".md", ".csv", ".ipynb"),
+        *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx", ".gguf"),
+    )
+)
+"""Endings of files, which no model's name has."""
 
 
 def _from_hub(name: str) -> Path:
@@ -150,6 +160,11 @@ def _job_of_config(name: str, config: dict[str, Any]) -> Callable[..., Job]:
         from brimful.models.diffusion import diffusion_job
 
         return diffusion_job(name, config)
+    if config.get("quantization_config"):
+        raise UsageError(
+            f"the weights of {name} are quantised (quantization_config in its config.json), which cannot be "
+            "predicted from it. Give the model before that, with --lora r=16 --quantize nf4."
+        )
     listed_ones = config.get("architectures")
     architectures = listed_ones if isinstance(listed_ones, list) else []
     kinds = [(kind, str(each)) for each in architectures for kind in _KINDS if str(each).endswith(kind)]
@@ -172,7 +187,9 @@ def _built(
         transformers = _transformers(name)
         given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
         given |= {key: value for key, value in changes.items() if value is not None}
-        made = transformers.AutoConfig.for_model(**given, use_cache=False)
+        if isinstance(given.get("layer_types"), list):  # one for each layer
+            given["layer_types"] = given["layer_types"][: given.get("num_hidden_layers")]
+        made = transformers.AutoConfig.for_model(**{**given, "use_cache": False})
         window = getattr(made, "sliding_window", None)
         is_causal = _is_causal(architecture)
         sees_all = window is None or (tokens is not None and tokens <= window)
@@ -182,7 +199,9 @@ def _built(
                 f"{name} is a {architecture}, which transformers {transformers.__version__} does not have. "
                 "Its own code is not run. Install a release of transformers that has it."
             )
-        takes_others = getattr(kind, "_supports_attention_backend", False)
+        takes_others = getattr(kind, "_supports_attention_backend", False) and getattr(
+            kind, "_supports_sdpa", False
+        )
         try:
             made._attn_implementation = attention(causal=is_causal and sees_all and takes_others)
             model: nn.Module = kind(made)
@@ -195,7 +214,7 @@ def _built(
 
 
 def _is_causal(architecture: str) -> bool:
-    return architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    return architecture.endswith(("ForCausalLM", "GPT2LMHeadModel"))
 
 
 def _transformers(name: str) -> Any:
@@ -259,15 +278,16 @@ def _of_tokens(kind: str) -> Callable[[str, str, dict[str, Any]], Callable[..., 
             words = _size(name, full, "vocab_size")
             padding = full.pad_token_id if isinstance(full.pad_token_id, int) else 0
             first = min(max(padding, 0) + 1, words - 1) if kind != "causal" else 0
-            labels = num_labels or _size(name, full, "num_labels")
+            labels = num_labels or max(_size(name, full, "num_labels"), 2)  # of one, the loss is always 0
             build = _built(
                 name,
                 architecture,
                 config,
                 tokens=tokens,
                 num_hidden_layers=num_hidden_layers,
-                num_labels=num_labels,
+                num_labels=labels if kind == "classes" else None,
                 problem_type="single_label_classification" if kind == "classes" else None,
+                pad_token_id=padding if kind == "classes" else None,
             )
 
             def samples(count: int) -> Batch:
@@ -310,7 +330,14 @@ _COUNTS: Mapping[str, Callable[[Batch], Tensor] | None] = {
 def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) -> Callable[..., Job]:
     def make(*, sequence_length: int | None = None, target_length: int | None = None) -> Job:
         full = _full_config(name, config)
-        is_speech = hasattr(full, "num_mel_bins")
+        is_speech = full.model_type == "whisper"
+        reads_text = isinstance(getattr(full, "vocab_size", None), int) and not hasattr(full, "vision_config")
+        hears = any(hasattr(full, each) for each in ("num_mel_bins", "input_feat_per_channel"))
+        if not getattr(full, "is_encoder_decoder", False) or not (is_speech or (reads_text and not hears)):
+            raise UsageError(
+                f"{name} is a {architecture}, whose inputs are not known here: a job is known for encoders and "
+                "decoders of text, and for Whisper. Give a brimful.Job with its loss and batch."
+            )
         most = (
             _size(name, full, "max_target_positions") if is_speech else _positions(full, _USUAL_TOKENS["other"])
         )
@@ -407,7 +434,7 @@ _Maker = Callable[[str, str, dict[str, Any]], Callable[..., Job]]
 
 _KINDS: Mapping[str, _Maker] = {
     "ForCausalLM": _of_tokens("causal"),
-    "LMHeadModel": _of_tokens("causal"),
+    "GPT2LMHeadModel": _of_tokens("causal"),
     "ForMaskedLM": _of_tokens("masked"),
     "ForSequenceClassification": _of_tokens("classes"),
     "ForConditionalGeneration": _sequence_to_sequence,

@@ -24,10 +24,8 @@ from brimful.models.hub import hub_job, known_models
 from brimful.models.text import TEXT_ARCHITECTURES
 from brimful.models.variants import with_variant
 from brimful.models.vision import VISION_ARCHITECTURES
+from brimful.options import VARIANT_OPTIONS
 from brimful.utils.files import is_file
-
-VARIANT_OPTIONS = ("dtype", "lora", "quantize")
-"""Options of every model, in `variants`."""
 
 _ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
 _FORMS = (

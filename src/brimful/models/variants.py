@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
@@ -27,11 +29,20 @@ DTYPES = {
 def with_dtype(job: Job, dtype: str) -> Job:
     """The job with its floating-point parameters and buffers in another type, as `model.to(dtype)` makes them.
 
-    Gradients and optimizer state have the type too. UnknownNameError if no type has the name.
+    Gradients and optimizer state have the type too, and so have floating-point tensors of a batch that the job
+    makes. UnknownNameError if no type has the name.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("type of weights", dtype, DTYPES)
-    return _rebuilt(job, "dtype", lambda model: model.to(DTYPES[dtype]))
+    made, make = _rebuilt(job, "dtype", lambda model: model.to(DTYPES[dtype])), job.batch
+    if not callable(make):
+        return made
+    return replace(made, batch=lambda samples: tree_map(partial(_in_type, DTYPES[dtype]), make(samples)))
+
+
+def _in_type(dtype: torch.dtype, value: Any) -> Any:
+    is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_floating else value
 
 
 def with_adapters(job: Job, lora: str, quantize: str | None = None) -> Job:

@@ -25,7 +25,7 @@ from brimful.planner.candidates import SearchSpace
 from brimful.planner.explain.alternatives import alternatives, baseline_alternative, budget_curve
 from brimful.planner.explain.infeasible import nothing_fits
 from brimful.planner.explain.notes import notes_for, what_safety_costs
-from brimful.planner.explain.suggestions import JobChanges, no_changes, suggestions
+from brimful.planner.explain.suggestions import JobChanges, suggestions
 from brimful.planner.fastest import by_time, expected_fastest, fastest_within, with_less_offloading
 from brimful.planner.floor import step_over_floor
 from brimful.planner.headroom import exceedance_of, lowered_limit, with_headroom
@@ -55,13 +55,12 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     """
     for precision in request.precisions:
         request.device.check_precision(precision)
-    of_job = no_changes if job_changes is None else job_changes
     trace = per_rank_trace(capture(request.baseline_settings()))
     baseline = estimate_unlimited(trace, request.device)
     request = request.for_model(trace)
     notes: list[str] = []
     if small := step_over_floor(capture, request, trace):
-        raise nothing_fits(capture, request, small, trace, baseline, notes, of_job, is_searched=False)
+        raise nothing_fits(capture, request, small, trace, baseline, notes, job_changes, is_searched=False)
     space = SearchSpace(capture, with_headroom(request, baseline), trace, notes)
     candidates = space.candidates()
     found = _found(candidates, request, request.asked.max_exceedance)
@@ -75,7 +74,7 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
         found = [each for each in smallest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
         if not found:
             least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
-            raise nothing_fits(capture, request, least, trace, baseline, notes, of_job)
+            raise nothing_fits(capture, request, least, trace, baseline, notes, job_changes)
     plan = _plan(request, trace, baseline, candidates, found, notes)
     if job_changes is None:
         return plan

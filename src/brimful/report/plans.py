@@ -104,14 +104,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         yield Listing(
             title="would fit: peak, step time, change",
             line="    {:>9}  {:>8}  {}",
-            rows=tuple(
-                (
-                    format_bytes(each.predicted_peak_device_bytes),
-                    format_seconds(each.predicted_step_seconds),
-                    _how(each),
-                )
-                for each in estimate.suggestions
-            ),
+            rows=tuple(map(_fitting_row, estimate.suggestions)),
         )
     yield from (Remark("note", note) for note in estimate.notes)
 

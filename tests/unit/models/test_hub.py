@@ -23,6 +23,9 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "vocab_size": 100,
         "max_position_embeddings": 64,
+        "use_cache": True,  # as in most files of the Hub
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0",
     },
     "RobertaForMaskedLM": {
         "model_type": "roberta",
@@ -180,6 +183,41 @@ def test_a_directory_with_the_name_of_a_known_model_is_not_passed_over(
     with pytest.raises(UsageError, match=r"Write \./qwen3-8b for the directory"):
         bf.find_architecture("qwen3-8b")
     assert bf.estimate(bf.find_architecture("./qwen3-8b"), "cpu", micro_batch_size=1).parameter_count < 1e6
+
+
+@pytest.mark.parametrize("configuration", SMALL, indirect=True)
+def test_any_class_is_predicted_in_bf16_and_but_for_pairs_with_adapters(configuration: Path) -> None:
+    half = bf.find_architecture(str(configuration), dtype="bf16")
+    assert bf.estimate(half, "cpu", micro_batch_size=2).parameter_count > 0
+    if not configuration.read_text().startswith(('{"architectures": ["CLIP', '{"architectures": ["Siglip')):
+        adapted = bf.estimate(bf.find_architecture(str(configuration), lora="r=2"), "cpu", micro_batch_size=2)
+        assert 0 < adapted.trainable_parameter_count < adapted.parameter_count
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "--quantize nf4"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "whose inputs are not known here"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL["LlamaForCausalLM"], **more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=message):
+        bf.find_architecture(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["examples/digits.yaml", "models/net.pt", "here/model"])
+def test_paths_are_not_asked_of_the_network(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_arguments: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownNameError):
+        bf.find_architecture(path)
 
 
 def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,38 @@ def test_what_an_estimate_suggests_is_what_it_predicts_with_it() -> None:
         assert each.predicted_step_seconds == pytest.approx(again.predicted_step_seconds, rel=0.01)
 
 
+def test_an_estimate_that_recomputes_suggests_steps_that_do() -> None:
+    options: dict[str, Any] = {"budget": "2GiB", "recompute": "all"}
+    estimate = bf.estimate(bert(), GPU, micro_batch_size=64, **options)
+    assert estimate.verdict == "does not fit"
+    split = next(each for each in estimate.suggestions if "--micro-batch-size" in each.flag)
+    again = bf.estimate(bert(), GPU, **{**options, **dict(asked_of_estimate(split.flag))})
+    assert again.verdict != "does not fit"
+    assert again.settings == split.settings
+    assert split.predicted_step_seconds == pytest.approx(again.predicted_step_seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ({"micro_batch_size": 32}, "--world-size"),
+        ({"offload_optimizer": True}, "--world-size"),
+        ({"offload_optimizer": True}, "adamw8bit"),
+        ({"optimizer_in_backward": True, "budget": None}, "--world-size"),
+    ],
+)
+def test_nothing_is_suggested_that_does_not_go_with_what_is_pinned(asked: dict[str, Any], refused: str) -> None:
+    plan = bf.plan(bert(), GPU, global_batch_size=32, **{"budget": "2.4GiB", **asked})
+    assert plan.suggestions
+    assert not any(refused in each.flag for each in plan.suggestions)
+
+
+def test_a_half_precision_model_with_adapters_is_not_made_so_again() -> None:
+    job = llama(dtype="bf16", lora="r=4")
+    plan = bf.plan(job, GPU, global_batch_size=8, budget="70%")
+    assert not any("--dtype" in each.flag or "--lora" in each.flag for each in plan.suggestions)
+
+
 def test_an_estimate_that_fits_suggests_nothing() -> None:
     assert bf.estimate(bert(), GPU, micro_batch_size=2).suggestions == ()
 

@@ -16,7 +16,7 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
-from brimful.integrations.suggestions import for_trainer
+from brimful.integrations.suggestions import for_trainer, infeasible_for_trainer
 from brimful.integrations.transformers.applied_plan import AppliedPlan
 from brimful.integrations.transformers.batches import few_samples_notes, reading_notes
 from brimful.integrations.transformers.coupling import why_not_divided
@@ -143,9 +143,10 @@ def plan(
 
     try:
         return _of_the_first_process(trainer, planned)
-    except InfeasibleError as error:
+    except InfeasibleError as infeasible:
+        error = infeasible_for_trainer(infeasible, _SUGGESTED)
         if reason is None:
-            raise
+            raise error from None
         raise InfeasibleError(
             f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
             budget_bytes=error.budget_bytes,

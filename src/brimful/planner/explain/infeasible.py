@@ -30,7 +30,7 @@ def nothing_fits(
     trace: Trace,
     baseline: Estimate,
     notes: Iterable[str],
-    job_changes: JobChanges,
+    job_changes: JobChanges | None,
     *,
     is_searched: bool = True,
 ) -> InfeasibleError:
@@ -38,9 +38,11 @@ def nothing_fits(
 
     `smallest` is the least that anything permitted takes, or if that was not searched for, a step that takes
     little; `trace` and `baseline` are of training without a plan; `notes` say why something could not be tried;
-    `job_changes` are those of the job.
+    `job_changes` are those of the job; without them no change is tried.
     """
-    would_fit = what_would_fit(capture, request, trace, smallest, job_changes)
+    would_fit: tuple[Suggestion, ...] = ()
+    if job_changes is not None:
+        would_fit = what_would_fit(capture, request, trace, smallest, job_changes)
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  baseline: {format_bytes(baseline.predicted_peak_device_bytes)}",

@@ -18,6 +18,7 @@ from typing import Any
 from brimful.cost import difference_interval
 from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import AllocatorSettings, most_held_bytes, replay_allocations
+from brimful.options import parse_parallelisms
 from brimful.planner.candidate import Candidate
 from brimful.planner.family import CandidateFamily
 from brimful.planner.fastest import by_least_time
@@ -84,11 +85,6 @@ class Change:
 
 JobChanges = Callable[[Trace], Iterable[Change]]
 """The changes of a job that may help, given training without a plan."""
-
-
-def no_changes(_baseline: Trace) -> Iterable[Change]:
-    """No change of the job."""
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +200,7 @@ def what_an_estimate_lacks(
     of_settings = (
         each
         for each in _changes(request, trace, settings, takes_all=True)
-        if each.keeps_ranks and each.takes_less
+        if each.keeps_ranks and each.takes_less and not each.splits_batch
     )
     changes = [*same, *of_settings, *others(trace)]
     found = [*_accumulating(context), *context.fitting(changes)]
@@ -246,6 +242,9 @@ def _pairs(changes: Sequence[Change]) -> Iterator[Change]:
         of_job = [each for each in (first, second) if each.capture is not None]
         has_optimizer = "optimizer" in {*first.settings, *second.settings}
         is_of_one_job = not of_job or (len(of_job) == 1 and not has_optimizer)
+        together = {**first.settings, **second.settings}
+        if together.get("precision") is Precision.FP16 and together.get("parallelism") is Parallelism.FSDP2:
+            continue
         if is_of_one_job and first.settings.keys().isdisjoint(second.settings):
             changed = of_job[0] if of_job else first
             yield Change(
@@ -253,7 +252,7 @@ def _pairs(changes: Sequence[Change]) -> Iterator[Change]:
                 effect=f"{first.effect}; {second.effect}",
                 option=f"{first.option}, {second.option}",
                 flag=f"{first.flag} {second.flag}",
-                settings={**first.settings, **second.settings},
+                settings=together,
                 capture=changed.capture,
                 splits_batch=first.splits_batch or second.splits_batch,
                 recomputes_all=first.recomputes_all or second.recomputes_all,
@@ -362,13 +361,14 @@ def _optimizers(request: Request, baseline: Trace, *, takes_all: bool) -> Iterat
     if not is_adam or request.asked.allow_optimizers or request.world_size > 1:
         return
     for name, effect in _OPTIMIZERS.items():
-        if request.device.kind == "cuda" or name != "adamw8bit":  # bitsandbytes' is for GPUs
+        on_host = bool(request.asked.offload_optimizer)
+        if name != "adamw8bit" or (request.device.kind == "cuda" and not on_host):  # bitsandbytes' is for GPUs
             yield Change(
                 name=f"optimizer {name}",
                 effect=effect,
                 option=f'optimizer="{name}"',
                 flag=f"--optimizer {name}",
-                settings={"optimizer": name, "optimizer_implementation": None, "offload_optimizer": False},
+                settings={"optimizer": name, "optimizer_implementation": None, "offload_optimizer": on_host},
                 gains_speed=False,
             )
             if not takes_all:
@@ -392,8 +392,14 @@ _NORMS = ", BatchNorm with statistics of its half"
 
 def _two_gpus(request: Request, baseline: Trace, parallelism: Parallelism) -> Iterator[Change]:
     """A second GPU, where half of the global batch can be a rank's part."""
+    asked = request.asked
     is_one = request.device.kind == "cuda" and request.world_size == 1
-    if is_one and request.global_batch_size % 2 == 0 and request.job.why_not_split is None:
+    divides = request.global_batch_size % 2 == 0 and request.job.why_not_split is None
+    if asked.micro_batch_size is not None:
+        divides &= request.global_batch_size // 2 % asked.micro_batch_size == 0
+    is_permitted = parallelism in parse_parallelisms(asked.parallelism, 2)
+    is_permitted &= not (asked.offload_optimizer or asked.optimizer_in_backward)
+    if is_one and divides and is_permitted:
         yield Change(
             name="two GPUs",
             effect=f"each computes half of the global batch{_NORMS if baseline.batch_norm_modules else ''}",
@@ -441,8 +447,9 @@ class _Changed:
         self._change, self._context, self._request, self._chosen = change, context, request, chosen
         world_size = int(change.settings.get("world_size", request.world_size))
         self._rank_batch = request.global_batch_size // world_size
+        keeps_units = not context.searches and change.capture is None
         plain: dict[str, Any] = {
-            "units": (),
+            "units": chosen.units if keeps_units else (),
             "micro_batch_size": self._rank_batch,
             "gradient_accumulation_steps": 1,
         }
@@ -467,7 +474,8 @@ class _Changed:
 
     def recomputed(self) -> Estimate | None:
         """Every unit recomputed at the micro-batch of the choice, if that is the change."""
-        if not self._change.recomputes_all:
+        recomputed_already = not self._context.searches and bool(self._chosen.units)
+        if not (self._change.recomputes_all or (recomputed_already and self._change.capture is not None)):
             return None
         units = find_units(self._captured(self._least_size, ()))
         found = self._estimate(self._captured(self._least_size, uniform_actions(units, Action.RECOMPUTE)))
@@ -496,7 +504,7 @@ class _Changed:
 
     def as_chosen(self) -> Estimate | None:
         """The actions of the choice, with the change, at the micro-batch of the choice."""
-        if self._least_size != self._chosen.micro_batch_size:
+        if self._chosen.micro_batch_size not in self.sizes:
             return None
         found = self._estimate(self._captured(self._least_size, self._chosen.units))
         return found if self._context.is_safe(found) else None
@@ -520,7 +528,7 @@ class _Changed:
         if is_whole:
             return [self._rank_batch]
         divisors = [size for size in range(1, self._rank_batch + 1) if self._rank_batch % size == 0]
-        return [size for size in divisors if pinned in (None, size)] or [self._rank_batch]
+        return [size for size in divisors if pinned in (None, size)]
 
     @cached_property
     def _least_size(self) -> int:
