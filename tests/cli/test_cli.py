@@ -80,6 +80,7 @@ ESTIMATE_KEYS = {
     "modules",
     "phases",
     "allocators",
+    "suggestions",
     "context_source",
     "torch_version",
     "cache_flushes",
@@ -113,6 +114,7 @@ PLAN_KEYS = {
     "predicted_step_seconds_interval",
     "plain",
     "alternatives",
+    "suggestions",
     "job_calibration",
     "job_kind",
     "notes",
@@ -437,12 +439,12 @@ OPTIONS = {
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",
-        "--image-size", "--set", "--largest",
+        "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--prices",
-        "--sort", "--seq-len", "--image-size", "--set", "--json",
+        "--sort", "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--json",
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
@@ -454,9 +456,10 @@ OPTIONS = {
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",
         "--offload-parameters", "--job-calibration",
         "--seq-len",
-        "--image-size", "--set", "--output", "--check", "--export", "--verify", "--json",
+        "--image-size", "--set", "--dtype", "--lora", "--quantize",
+        "--output", "--check", "--export", "--verify", "--json",
     ],
-    "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
+    "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [
         *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
         "--image-size", "--validation-fraction", "--workers", "--timm-transforms", "--training-metrics",

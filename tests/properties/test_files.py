@@ -41,6 +41,7 @@ from brimful.results import (
 )
 from brimful.results.sample_size import SampleSize
 from brimful.results.self_correction import JobCalibration, SelfCorrection
+from brimful.results.suggestion import Suggestion
 from brimful.settings import (
     Action,
     ChunkedLoss,
@@ -203,7 +204,7 @@ def records(record: type) -> st.SearchStrategy[Any]:
 WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, SampleSize, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
-    *(SelfCorrection, JobCalibration),
+    *(SelfCorrection, JobCalibration, Suggestion),
     *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),
     *(Calibration, Dispatch, RateCurve, KeptContext),
 )

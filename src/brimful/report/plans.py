@@ -438,12 +438,16 @@ def _speed(alternative: Alternative) -> str:
     return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)}"
 
 
+_LONGEST_NUMBER = 18
+"""Digits of a number that is folded; Python refuses to read thousands of them. A choice."""
+
+
 def _compact(units: tuple[str, ...]) -> str:
     """Unit paths with runs of numbered siblings folded: "layer.0–5, layer.9"."""
     folded: list[tuple[str, int, int] | tuple[str, None, None]] = []
     for unit in units:
         parent, _, last = (unit or "the model itself").rpartition(".")
-        if not last.isdecimal():
+        if not last.isdecimal() or len(last) > _LONGEST_NUMBER:
             folded.append((unit or last, None, None))
             continue
         number = int(last)

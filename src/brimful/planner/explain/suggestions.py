@@ -220,11 +220,11 @@ def _accumulating(context: _Context) -> Iterator[Suggestion]:
     is_coupled = context.request.keeps_batch_whole(context.baseline)
     change = _batch_norm_split(context.baseline) if is_coupled else _ACCUMULATION
     size_now = context.chosen.settings.micro_batch_size
-    changed = _Changed(change, context)
-    if len(changed.sizes) == 1 or size_now == 1:
+    if size_now == 1:
         return
     try:
-        found = changed.kept_below(size_now)
+        changed = _Changed(change, context)
+        found = changed.kept_below(size_now) if len(changed.sizes) > 1 else None
     except (CaptureError, BatchError, UsageError):
         return
     if found is not None:
@@ -413,8 +413,8 @@ def _fastest_with(change: Change, context: _Context) -> Estimate | None:
     """The fastest step found with a change that is within the budget; None if there is none."""
     if _floor_bytes(change, context) > context.request.reserved_budget_bytes:
         return None
-    changed = _Changed(change, context)
     try:
+        changed = _Changed(change, context)
         if not context.searches:
             return changed.recomputed() or changed.kept()
         if changed.is_divided or (changed.nests and "precision" in change.settings):
