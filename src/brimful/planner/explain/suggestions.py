@@ -419,12 +419,7 @@ def _fastest_with(change: Change, context: _Context) -> Estimate | None:
             return changed.recomputed() or changed.kept()
         if changed.is_divided or (changed.nests and "precision" in change.settings):
             return changed.as_chosen()
-        return (
-            changed.recomputed()
-            or changed.kept()
-            or changed.searched()
-            or (changed.as_chosen() if changed.nests else None)
-        )
+        return changed.kept() or changed.searched() or (changed.as_chosen() if changed.nests else None)
     except (CaptureError, BatchError, UsageError):  # what is pinned may not go with it
         return None
 
