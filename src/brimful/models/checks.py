@@ -1,4 +1,4 @@
-"""Checks of the options that built-in models take."""
+"""Checks of the options and configurations that models take."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
     if value % divisor:
         nearest = round(value / divisor) * divisor
         raise UsageError(f"{model} takes a multiple of {divisor} as {option}, not {value}; {nearest} would do.")
+
+
+_MOST_IN_A_FILE = 2**31
+"""Larger sizes in a configuration are refused. A choice."""
+
+
+def checked_size(name: str, key: str, value: object) -> int:
+    """A size in the configuration of a model; UsageError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST_IN_A_FILE:
+        raise UsageError(f"{key} in the configuration of {name} is {value!r}; it must be a positive size.")
+    return value

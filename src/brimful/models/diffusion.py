@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from brimful.errors import UsageError
 from brimful.job import Batch, Job
+from brimful.models.checks import checked_size
 
 # B samples, C channels, H height, W width, T tokens of the text, D its width
 
@@ -82,13 +83,7 @@ def _of_noise(model: nn.Module, batch: Batch) -> Tensor:
 _KINDS = ("UNet2DConditionModel",)
 """Classes whose inputs are known."""
 
-_MOST = 2**20
-"""Larger sizes in a configuration are refused. A choice."""
-
 
 def _size(name: str, config: Mapping[str, Any], key: str, default: int) -> int:
     value = config.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
-        raise UsageError(f"{key} in the configuration of {name} is {value!r}; it must be a positive size.")
-    return value
+    return checked_size(name, key, default if value is None else value)

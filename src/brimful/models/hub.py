@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from brimful.codec import parse_json, read_regular_file
 from brimful.errors import UsageError
 from brimful.job import Batch, Job
-from brimful.models.checks import check_range
+from brimful.models.checks import check_range, checked_size
 from brimful.models.huggingface import attention, own_loss
 from brimful.utils.files import is_directory, is_file
 
@@ -237,16 +237,9 @@ def _full_config(name: str, config: Mapping[str, Any]) -> Any:
         raise UsageError(f"transformers cannot read the configuration of {name}: {reason[0]}") from error
 
 
-_MOST = 2**31
-"""Larger sizes in a configuration are refused. A choice."""
-
-
 def _size(name: str, config: Any, key: str, default: int | None = None) -> int:
     """A size in a configuration; UsageError if it is none."""
-    value = getattr(config, key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
-        raise UsageError(f"{key} in the configuration of {name} is {value!r}; it must be a positive size.")
-    return value
+    return checked_size(name, key, getattr(config, key, default))
 
 
 def _positions(config: Any, default: int) -> int:
