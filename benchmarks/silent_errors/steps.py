@@ -490,7 +490,9 @@ class _Loader:
         yield from ({name: value[part] for name, value in self._data.items()} for part in order.split(16))
 
 
-def _run(killer: _Killer, run_dir: str | Path, *, rate: float = 0.05, **options: Any) -> bf.TrainingResult:
+def _run(
+    killer: _Killer, run_dir: str | Path, *, rate: float = 0.05, **options: Any
+) -> bf.trainer.TrainingResult:
     x, y = _inputs((8,), 96).values()
     held = {"x": x[:32] + 0.3, "y": y[:32]}
     job = bf.Job(
@@ -514,7 +516,7 @@ def _run(killer: _Killer, run_dir: str | Path, *, rate: float = 0.05, **options:
     return result
 
 
-def _left(run_dir: str | Path, result: bf.TrainingResult) -> dict[str, Any]:
+def _left(run_dir: str | Path, result: bf.trainer.TrainingResult) -> dict[str, Any]:
     """Everything that a run leaves behind, times aside."""
     from safetensors import safe_open
 

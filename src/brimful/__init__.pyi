@@ -13,6 +13,7 @@ from brimful import (
 from brimful.api import (
     apply as apply,
     calibrate as calibrate,
+    compare as compare,
     estimate as estimate,
     fit as fit,
     gpus as gpus,
@@ -30,7 +31,7 @@ from brimful.job import Data as Data, Job as Job
 from brimful.models import find_architecture as find_architecture
 from brimful.planner import Plan as Plan
 from brimful.prediction import Estimate as Estimate
-from brimful.results import Measurement as Measurement, TrainingResult as TrainingResult
+from brimful.results import Measurement as Measurement
 from brimful.settings import Settings as Settings
 
 __version__: str

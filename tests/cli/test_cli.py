@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -211,6 +212,48 @@ def test_a_check_that_makes_no_sense_is_bad_usage(folder: Path, arguments: tuple
     assert words in done.stderr
 
 
+def test_the_differences_of_two_plans_are_listed_and_nothing_else(folder: Path) -> None:
+    asked = ("plan", "mine.py:job", "--device", "T4")
+    for file, more in (("a.json", ("16",)), ("b.json", ("32", "--recompute", "all"))):
+        done = brimful(folder, *asked, "--output", file, "--global-batch-size", *more)
+        assert done.returncode == 0, done.stderr
+    text = brimful(folder, "plan", "--diff", "a.json", "b.json").stdout
+    assert re.search(r"micro_batch_size +16 +32", text)
+    assert re.search(r"0 +keep +recompute", text)
+    assert "precision" not in text
+    document = json.loads(brimful(folder, "plan", "--diff", "a.json", "b.json", "--json").stdout)
+    assert document["settings"][0]["micro_batch_size"] == 16
+    assert "device" not in document
+    same = brimful(folder, "plan", "--diff", "a.json", "a.json")
+    assert "same settings and predictions" in same.stdout
+    assert json.loads(brimful(folder, "plan", "--diff", "a.json", "a.json", "--json").stdout) == {}
+    beside = brimful(folder, "plan", "--diff", "a.json", "b.json", "--budget", "3GiB")
+    assert beside.returncode == 2
+    assert "does not go with --budget" in beside.stderr
+
+
+@pytest.mark.slow
+def test_compare_json_has_exactly_the_documented_keys_and_measures_each_row(folder: Path) -> None:
+    done = brimful(
+        folder, "compare", "mine.py:job", "--global-batch-size", "8", "--device", "cpu", "--measure", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert set(document) == {
+        *("job", "device", "global_batch_size", "capacity_bytes", "rows", "fastest", "fastest_of_all", "notes")
+    }
+    assert document["rows"][0]["technique"] == "baseline"
+    for row in document["rows"]:
+        assert set(row) == {
+            *("technique", "results", "effect", "flag", "is_plan", "settings", "model_options", "verdict"),
+            *("predicted_peak_device_bytes", "predicted_peak_allocated_bytes", "predicted_host_bytes"),
+            *("predicted_exceedance_probability", "predicted_step_seconds", "predicted_step_seconds_interval"),
+            *("predicted_samples_per_second", "uncertain_ops", "measured", "why_not"),
+        }
+        assert row["why_not"] == ""
+        assert row["measured"]["measured_step_seconds"] > 0
+
+
 def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
     asked = ("--global-batch-size", "8", "--device", "T4", "--device", "RTX 4090", "--json")
     done = brimful(folder, "gpus", "mine:job", *asked)
@@ -290,6 +333,11 @@ def test_what_libraries_warn_of_at_import_is_not_shown(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--allocator", "expand:True"], 2, ["expandable_segments"]),
         (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch"]),
         (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["not a CUDA GPU"]),
+        (
+            ["compare", "mine:job", "--global-batch-size", "8", "--device", "T4", "--measure"],
+            2,
+            ["on this machine", "T4"],
+        ),
         (
             ["gpus", "mine:job", "--global-batch-size", "8", "--sort", "price"],
             2,
@@ -442,6 +490,11 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
+    "compare": [
+        "--global-batch-size", "--device", "--budget", "--precision", "--optimizer", "--micro-batch-size",
+        "--measure", "--markdown", "--plot", "--seq-len", "--image-size", "--set", "--dtype", "--lora",
+        "--quantize", "--json",
+    ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--prices",
         "--sort", "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--json",
@@ -457,7 +510,7 @@ OPTIONS = {
         "--offload-parameters", "--job-calibration",
         "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
-        "--output", "--check", "--export", "--verify", "--json",
+        "--output", "--check", "--diff", "--export", "--verify", "--json",
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [

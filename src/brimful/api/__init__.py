@@ -7,6 +7,7 @@ Every function takes a `Job` and a device; the classes are what some of them ret
 each function hands the output of one stage to the next. Start reading at `plans.plan`.
 """
 
+from brimful.api.comparisons import check_is_here, compare, measured_comparison
 from brimful.api.estimates import capture_trace, estimate, gpus
 from brimful.api.exports import export
 from brimful.api.plans import check_plan, plan
@@ -25,12 +26,15 @@ __all__ = [
     "apply",
     "calibrate",
     "capture_trace",
+    "check_is_here",
     "check_plan",
+    "compare",
     "estimate",
     "export",
     "fit",
     "gpus",
     "measure",
+    "measured_comparison",
     "plan",
     "prepare",
     "verify",

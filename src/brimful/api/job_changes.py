@@ -55,6 +55,7 @@ class JobChanges:
             effect="weights, gradients and optimizer state have 8 significant bits: small updates are lost",
             option='find_architecture(…, dtype="bf16"), or model.to(torch.bfloat16) in Job(model=…)',
             flag="--dtype bf16",
+            variant={"dtype": "bf16"},
             capture=_Lazy(lambda: CachedCapture(with_dtype(self._job, "bf16"), self._device, like=self._like)),
             floor_bytes=sum(most_held_bytes(baseline, each) for each in of_update) // 2,
         )
@@ -76,6 +77,7 @@ class JobChanges:
                 effect="trains small adapters over frozen weights, for a model that is pretrained",
                 option=f"find_architecture(…, {option}), or peft.get_peft_model in Job(model=…)",
                 flag=flag,
+                variant=named,
                 capture=_Lazy(partial(self._adapted, dtype, quantize)),
                 floor_bytes=int(parameters_bytes * fraction),
                 family="adapters",

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -226,6 +227,10 @@ def plan(
             "that is not built in must be named too."
         ),
     ] = None,
+    diff: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="FILE FILE", help="Show what differs between the plans in two files."),
+    ] = None,
     export: Annotated[
         list[str] | None,
         typer.Option(
@@ -246,10 +251,20 @@ def plan(
         from brimful import api
         from brimful.cli.exports import export_files, write_exports
         from brimful.planner import Plan
+        from brimful.report import differences_document, differences_report
+        from brimful.report.layout import as_text
 
         files = export_files(export or ())
+        if diff is not None:
+            _check_nothing_is_asked_beside(context, "--diff compares two files", {"diff", "as_json"})
+            first, second = map(Plan.load, diff)
+            names = str(diff[0]), str(diff[1])
+            text = as_text(differences_report(first, second, names))
+            show(text, lambda: differences_document(first, second), as_json)
+            return
         if check is not None:
-            _check_nothing_is_asked_beside_a_check(context)
+            takes = "--check takes the settings of the plan in its file"
+            _check_nothing_is_asked_beside(context, takes, _BESIDE_A_CHECK)
             given = find_source(model, options)
             kept = Plan.load(check)
             job = _job_of_checked(context, check, kept, given, device, planning.budget)
@@ -290,6 +305,69 @@ def plan(
 
 
 @app.command()
+@flattened
+def compare(
+    model: Model,
+    options: ModelOptions,
+    global_batch_size: Annotated[
+        int, typer.Option("--global-batch-size", help="Samples per optimizer step.", min=1)
+    ],
+    device: DeviceName = "auto",
+    budget: Annotated[
+        str | None, typer.Option(help="Size that a step must fit, such as 11GiB. Default: device capacity.")
+    ] = None,
+    precision: OnePrecision = "fp32",
+    optimizer: OptimizerName = None,
+    micro_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Samples in each micro-batch of gradient accumulation. Default: a quarter of the batch.", min=1
+        ),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Also run each row that fits on this machine, each in a process of its own."
+        ),
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw memory and speed into this file (.svg, .png, .pdf).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare techniques for a model: what each costs and saves, beside the plan."""
+    with report_errors(as_json):
+        from functools import partial
+
+        from brimful import api
+        from brimful.models import resolve_job
+
+        if markdown:
+            refuse({"--json": as_json}, "--markdown prints a table")
+        if measure:
+            api.check_is_here(device)
+        source = find_source(model, options)
+        assert source is not None
+        with busy("comparing"):
+            found = api.compare(
+                job_of(source),
+                device,
+                global_batch_size=global_batch_size,
+                budget=budget,
+                precision=precision,
+                optimizer=optimizer,
+                micro_batch_size=micro_batch_size,
+            )
+            if measure:
+                make_job = partial(resolve_job, source.name, **source.options)
+                found = api.measured_comparison(found, make_job, device)
+        if plot is not None:
+            found.plot(plot)
+        show(found.to_markdown() if markdown else found, found.to_json, as_json)
+
+
+@app.command()
 def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Measure again what is kept already.")] = False,
     as_json: AsJson = False,
@@ -321,25 +399,18 @@ def models(
         show(models_text(word), lambda: models_document(word), as_json)
 
 
-def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
-    """Refuse options other than what to check a plan against, because its file has the planning options."""
-    against = {
-        "model",
-        "options",
-        "seq_len",
-        "image_size",
-        *VARIANT_OPTIONS,
-        "device",
-        "budget",
-        "check",
-        "export",
-        "as_json",
-    }
-    asked = asked_on_command_line(context, lambda name: name not in against)
+_BESIDE_A_CHECK = {
+    *("model", "options", "seq_len", "image_size", *VARIANT_OPTIONS),
+    *("device", "budget", "check", "export", "as_json"),
+}
+"""Parameters that say what to check a plan against; its file has the planning options."""
+
+
+def _check_nothing_is_asked_beside(context: typer.Context, why: str, permitted: Collection[str]) -> None:
+    """Refuse options other than those permitted."""
+    asked = asked_on_command_line(context, lambda name: name not in permitted)
     if asked:
-        raise UsageError(
-            f"--check takes the settings of the plan in its file; it does not go with {', '.join(asked)}."
-        )
+        raise UsageError(f"{why}; it does not go with {', '.join(asked)}.")
 
 
 def _job_of_checked(
@@ -358,19 +429,19 @@ def _job_of_checked(
     return job
 
 
-_PREDICTING = ("estimate", "plan", "gpus", "models")
+_PREDICTING = ("estimate", "plan", "compare", "gpus", "models")
 """Commands that run nothing for real."""
 
-_OF_TORCHAO = ("torchao", "torch.utils._pytree")
-"""Loggers by which torchao 0.18 warns that its kernels for GPUs cannot be loaded on a CPU, and that torch 2.13
-deprecates how it registers enums. Transformers imports it wherever it is installed."""
+_OF_LIBRARIES = ("bitsandbytes.backends.cpu.ops", "torchao", "torch.utils._pytree")
+"""Loggers by which torchao 0.18 and bitsandbytes 0.46 warn that kernels cannot be loaded, and torch 2.13 that
+torchao registers enums in a deprecated way. Transformers imports torchao wherever it is installed."""
 
 
 def main() -> None:
     """Run the command line."""
     replace_standard_streams()
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
-    for name in _OF_TORCHAO:
+    for name in _OF_LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:  # DDP logs that looking for unused parameters takes time, once on every rank
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

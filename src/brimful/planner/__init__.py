@@ -6,9 +6,11 @@ today, `gpus` tries a job on every GPU, and `calibrated` multiplies predictions 
 
 from brimful.planner.calibrated import search_calibrated
 from brimful.planner.check import PlanCheck, check_trace
+from brimful.planner.comparison import ComparedTechnique, SameResults, TechniqueComparison, compare_techniques
 from brimful.planner.coupling import what_splitting_changes
+from brimful.planner.explain.changes import Change
 from brimful.planner.explain.notes import MEAN_OVER_SAMPLES_NOTE
-from brimful.planner.explain.suggestions import Change, what_an_estimate_lacks
+from brimful.planner.explain.suggestions import what_an_estimate_lacks
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
@@ -20,6 +22,7 @@ __all__ = [
     "SORTS",
     "Alternative",
     "Change",
+    "ComparedTechnique",
     "GpuFit",
     "GpuSurvey",
     "JobSource",
@@ -28,8 +31,11 @@ __all__ = [
     "PlanCheck",
     "PlanStatus",
     "Request",
+    "SameResults",
+    "TechniqueComparison",
     "UsualFit",
     "check_trace",
+    "compare_techniques",
     "prices_of",
     "search",
     "search_calibrated",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from brimful.errors import InfeasibleError
-from brimful.planner.explain.suggestions import JobChanges
+from brimful.planner.explain.changes import JobChanges
 from brimful.planner.plan import Alternative, BudgetPoint, Plan
 from brimful.planner.request import Request
 from brimful.planner.search import search

@@ -23,9 +23,10 @@ from brimful.errors import CaptureError
 from brimful.planner.candidate import Candidate
 from brimful.planner.candidates import SearchSpace
 from brimful.planner.explain.alternatives import alternatives, baseline_alternative, budget_curve
+from brimful.planner.explain.changes import JobChanges
 from brimful.planner.explain.infeasible import nothing_fits
 from brimful.planner.explain.notes import notes_for, what_safety_costs
-from brimful.planner.explain.suggestions import JobChanges, suggestions
+from brimful.planner.explain.suggestions import suggestions
 from brimful.planner.fastest import by_time, expected_fastest, fastest_within, with_less_offloading
 from brimful.planner.floor import step_over_floor
 from brimful.planner.headroom import exceedance_of, lowered_limit, with_headroom

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import singledispatch
 
 from brimful.exports import Export
-from brimful.planner import GpuSurvey, Plan, PlanCheck
+from brimful.planner import GpuSurvey, Plan, PlanCheck, TechniqueComparison
 from brimful.prediction import Estimate
+from brimful.report.comparisons import comparison_report
 from brimful.report.gpus import gpus_text
 from brimful.report.html import as_html, preformatted
 from brimful.report.layout import Report, as_text
@@ -39,6 +40,7 @@ _shown.register(Plan, plan_report)
 _shown.register(PlanCheck, check_report)
 _shown.register(Export, export_report)
 _shown.register(GpuSurvey, gpus_text)
+_shown.register(TechniqueComparison, comparison_report)
 _shown.register(Measurement, measurement_report)
 _shown.register(Comparison, comparison_text)
 _shown.register(EquivalenceReport, equivalence_report)

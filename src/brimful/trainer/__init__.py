@@ -12,6 +12,7 @@ finds the save that it resumes from.
 | `monitor/` | records, what is written and shown of them, utilisation, trackers, callbacks |
 """
 
+from brimful.results import TrainingResult
 from brimful.trainer.data.length_buckets import LengthBuckets, pad_batch
 from brimful.trainer.monitor.callbacks import Callback
 from brimful.trainer.monitor.trackers import TensorBoard, WandB
@@ -25,6 +26,7 @@ __all__ = [
     "Schedule",
     "TensorBoard",
     "Trainer",
+    "TrainingResult",
     "WandB",
     "load_weights",
     "pad_batch",

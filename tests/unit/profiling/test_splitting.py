@@ -197,7 +197,7 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().sum()
 
 
-def trained_on_sums(micro_batch_size: int) -> bf.TrainingResult:
+def trained_on_sums(micro_batch_size: int) -> bf.trainer.TrainingResult:
     torch.manual_seed(0)
     samples = torch.rand(18, WIDTH, generator=torch.Generator().manual_seed(1))
     job = bf.Job(

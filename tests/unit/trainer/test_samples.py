@@ -46,7 +46,7 @@ def job(**changes: Any) -> bf.Job:
     return replace(plain, **changes)
 
 
-def fit(which: bf.Job, **options: Any) -> bf.TrainingResult:
+def fit(which: bf.Job, **options: Any) -> bf.trainer.TrainingResult:
     return bf.trainer.Trainer(which, SETTINGS, device="cpu", show_progress=False, **options).fit()
 
 

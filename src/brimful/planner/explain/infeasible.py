@@ -9,7 +9,8 @@ from operator import itemgetter
 from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
 from brimful.planner.coupling import why_kept_whole
-from brimful.planner.explain.suggestions import JobChanges, what_would_fit
+from brimful.planner.explain.changes import JobChanges
+from brimful.planner.explain.suggestions import what_would_fit
 from brimful.planner.floor import Floor
 from brimful.planner.headroom import lowered_limit
 from brimful.planner.request import Request

@@ -1,0 +1,149 @@
+"""Compare techniques for a job: what each costs and saves, predicted and, if asked for, measured here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+
+from brimful.api.job_changes import JobChanges
+from brimful.api.runs import measure as measure_job
+from brimful.arguments import checks_arguments
+from brimful.capture.cache import CachedCapture
+from brimful.codec import PositiveInt
+from brimful.errors import BrimfulError, UsageError
+from brimful.execution.longest_batch import with_longest_batch
+from brimful.execution.random_state import undisturbed
+from brimful.execution.setup import is_of_this_machine
+from brimful.job import Job
+from brimful.models.variants import with_variant
+from brimful.options import VARIANT_OPTIONS, PlanOptions, PrecisionLike, parse_precision
+from brimful.planner import ComparedTechnique, TechniqueComparison, compare_techniques
+from brimful.profiling.named_device import DeviceLike, resolve_device
+from brimful.requests import request_of, with_budget
+from brimful.results import Measurement
+from brimful.settings import Settings
+from brimful.utils.status import busy, report
+
+NOT_MEASURED_HERE = (
+    "measure=True runs steps on this machine, and {device!r} is not in it. Compare for 'cpu' or 'cuda'."
+)
+
+
+@undisturbed()
+@busy("comparing")
+@checks_arguments
+def compare(
+    job: Job,
+    device: DeviceLike = "auto",
+    *,
+    global_batch_size: PositiveInt,
+    budget: str | float | None = None,
+    precision: PrecisionLike = "fp32",
+    optimizer: str | None = None,
+    micro_batch_size: PositiveInt | None = None,
+    measure: bool = False,
+) -> TechniqueComparison:
+    """Compare what techniques for training in less memory or time cost and save.
+
+    Args:
+        job: The job to train.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
+        global_batch_size: Samples per optimizer step.
+        budget: Size that a step must fit, such as "11GiB". Default: device capacity.
+        precision: Precision of the baseline.
+        optimizer: Name of an optimizer that replaces the job's own in the baseline.
+        micro_batch_size: Samples in each micro-batch of gradient accumulation. Default: a quarter of the batch.
+        measure: Also run each row that fits on this machine, each in a process of its own. The job is pickled
+            for that.
+
+    Returns:
+        One row per technique and usual combination, in the order of guides: peak, speed, and whether the
+        results are those of the baseline. The plan is the last row.
+
+    Raises:
+        UsageError: An argument is invalid, or the job cannot be pickled.
+        CaptureError: The baseline cannot be run on fake tensors.
+    """
+    if measure:
+        check_is_here(device)
+        make_job = _pickled(job)
+    target = resolve_device(device)
+    job = with_longest_batch(job, global_batch_size).job
+    asked = PlanOptions(
+        precision=str(parse_precision(precision)),
+        optimizer=optimizer,
+        budget=budget if budget is None or isinstance(budget, str) else str(budget),
+    )
+    request = request_of(
+        job,
+        target,
+        asked,
+        global_batch_size=global_batch_size,
+        world_size=1,
+        num_nodes=1,
+        is_here=is_of_this_machine(device),
+    )
+    target.check_precision(parse_precision(precision))
+    with CachedCapture(job, target) as capture:
+        request = with_budget(request, capture)
+        found = compare_techniques(capture, request, JobChanges(job, target, capture), micro_batch_size)
+    return measured_comparison(found, make_job, str(device)) if measure else found
+
+
+def check_is_here(device: DeviceLike) -> None:
+    """Check that a device is of this machine, so that steps can be measured on it; UsageError if not."""
+    if not is_of_this_machine(device):
+        raise UsageError(NOT_MEASURED_HERE.format(device=str(getattr(device, "name", device))))
+
+
+def measured_comparison(
+    comparison: TechniqueComparison, make_job: Callable[[], Job], device: str
+) -> TechniqueComparison:
+    """The comparison with each row that fits measured on this machine, each in a process of its own.
+
+    `make_job` is called there, so it must be picklable. A row that fails has the reason.
+    """
+    rows = []
+    for row in comparison.rows:
+        report(f"measuring {row.technique}")
+        rows.append(_measured(row, make_job, device) if row.fits else row)
+    return replace(comparison, rows=tuple(rows))
+
+
+def _measured(row: ComparedTechnique, make_job: Callable[[], Job], device: str) -> ComparedTechnique:
+    """A row with what a new process measured; one that runs out of memory may end its process."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            measuring = pool.submit(_measure, make_job, dict(row.variant), row.settings, device)
+            return replace(row, measured=measuring.result())
+        except BrokenProcessPool:
+            return replace(row, why_not="its process ended, as one that runs out of memory does")
+        except Exception as error:  # whatever the job's own code raises there
+            kind = "" if isinstance(error, BrimfulError) else f"{type(error).__name__}: "
+            return replace(row, why_not=f"{kind}{error}")
+
+
+def _measure(
+    make_job: Callable[[], Job], variant: dict[str, str], settings: Settings, device: str
+) -> Measurement:
+    job = with_variant(make_job(), **{option: variant.get(option) for option in VARIANT_OPTIONS})
+    return measure_job(job, settings, None if device == "auto" else device)
+
+
+def _pickled(job: Job) -> Callable[[], Job]:
+    """Makes the job in another process; UsageError if it cannot be pickled."""
+    try:
+        return partial(pickle.loads, pickle.dumps(job))
+    except Exception as error:  # whatever the job's own classes raise
+        raise UsageError(
+            f"measure=True runs each row in a process of its own, and the job cannot be pickled: {error}. "
+            "Define its functions at the top level of a module, or run `brimful compare FILE.py:NAME "
+            "--measure`."
+        ) from None

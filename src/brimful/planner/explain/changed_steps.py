@@ -1,0 +1,225 @@
+"""Steps with a change of what is computed: the fastest that is within the budget.
+
+Start reading at `fastest_with`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from brimful.errors import BatchError, CaptureError, UsageError
+from brimful.memory import AllocatorSettings, replay_allocations
+from brimful.planner.candidate import Candidate
+from brimful.planner.explain.changes import Change
+from brimful.planner.family import CandidateFamily
+from brimful.planner.fastest import by_least_time
+from brimful.planner.floor import Floor
+from brimful.planner.headroom import exceedance_of, lowered_limit
+from brimful.planner.request import Request
+from brimful.planner.solutions import uniform_actions
+from brimful.prediction.estimate import Estimate, estimate_unlimited
+from brimful.prediction.estimator import Capture, RoughlyScaledTraces
+from brimful.settings import Action, Parallelism, Settings, UnitAction
+from brimful.trace import Trace
+from brimful.trace.ddp import per_rank_trace
+from brimful.trace.units import find_units
+
+HIGHEST_EXCEEDANCE = 0.5
+"""Probability of exceeding the budget from which a step counts as one that does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What suggestions are for."""
+
+    capture: Capture
+    request: Request
+    baseline: Trace
+    """Training without a plan."""
+    chosen: Estimate
+    """The choice of the plan, or what takes least."""
+    most_seconds: float = math.inf
+    """Slower steps are not of interest."""
+    searches: bool = True
+    """Whether actions for units are searched, and micro-batches other than that of the choice tried."""
+
+    def is_safe(self, estimate: Estimate) -> bool:
+        """Whether a step exceeds the budget as rarely as is asked for, or as the choice does."""
+        return self.lowered_limit(estimate) is None
+
+    def lowered_limit(self, estimate: Estimate) -> int | None:
+        """Reserved bytes below which a step would be safe; None if it is."""
+        permitted = self.request.asked.max_exceedance
+        own = exceedance_of(self.chosen, self.request)
+        if own < HIGHEST_EXCEEDANCE:
+            permitted = max(permitted, own)
+        return lowered_limit(estimate.device_peak, self.request, permitted)
+
+
+def fastest_with(change: Change, context: Context) -> Estimate | None:
+    """The fastest step found with a change that is within the budget; None if there is none."""
+    if _floor_bytes(change, context) > context.request.reserved_budget_bytes:
+        return None
+    try:
+        changed = ChangedSteps(change, context)
+        if not context.searches:
+            return changed.recomputed() or changed.kept()
+        if changed.is_divided or (changed.nests and "precision" in change.settings):
+            return changed.as_chosen()
+        return changed.kept() or changed.searched() or (changed.as_chosen() if changed.nests else None)
+    except (CaptureError, BatchError, UsageError):  # what is pinned may not go with it
+        return None
+
+
+def _floor_bytes(change: Change, context: Context) -> int:
+    """Bytes that every step with a change holds at once, as far as training without a plan shows them."""
+    if change.floor_bytes is not None:
+        return change.floor_bytes
+    has_state = "optimizer" not in change.settings
+    held_bytes = Floor.of(context.baseline, context.request, has_state=has_state).held_bytes
+    ranks = change.settings.get("world_size", 1)
+    return held_bytes // int(ranks) if change.settings.get("parallelism") is Parallelism.FSDP2 else held_bytes
+
+
+class ChangedSteps:
+    """Steps with a change: what is kept, what a search of a few micro-batch sizes finds."""
+
+    def __init__(self, change: Change, context: Context) -> None:
+        request, chosen = context.request, context.chosen.settings
+        self._change, self._context, self._request, self._chosen = change, context, request, chosen
+        world_size = int(change.settings.get("world_size", request.world_size))
+        self._rank_batch = request.global_batch_size // world_size
+        keeps_units = not context.searches and change.capture is None
+        plain: dict[str, Any] = {
+            "units": chosen.units if keeps_units else (),
+            "micro_batch_size": self._rank_batch,
+            "gradient_accumulation_steps": 1,
+        }
+        if change.capture is not None:  # another model: other names, other bytes
+            plain |= {"chunked_loss": None, "offload_optimizer": False}
+        self._base = replace(chosen, **{**plain, **change.settings})
+        capture = context.capture if change.capture is None else change.capture
+        is_replicated = world_size > request.world_size and self._base.parallelism is Parallelism.DDP
+        self._capture = _on_one_rank(capture) if is_replicated else capture
+        self._scaled = RoughlyScaledTraces(self._capture)
+
+    def kept(self) -> Estimate | None:
+        """Everything kept at the largest micro-batch that fits, if it is as large as that of the choice."""
+        if not self._change.takes_less or self._request.recompute is Action.RECOMPUTE:
+            return None
+        sizes = [size for size in self.sizes if size >= self._least_size]
+        return self._largest_kept(sizes if self._context.searches else sizes[:1])
+
+    def kept_below(self, size: int) -> Estimate | None:
+        """Everything kept at the largest micro-batch below a size that fits."""
+        return self._largest_kept([each for each in self.sizes if each < size])
+
+    def recomputed(self) -> Estimate | None:
+        """Every unit recomputed at the micro-batch of the choice, if that is the change."""
+        recomputed_already = not self._context.searches and bool(self._chosen.units)
+        if not (self._change.recomputes_all or (recomputed_already and self._change.capture is not None)):
+            return None
+        units = find_units(self._captured(self._least_size, ()))
+        found = self._estimate(self._captured(self._least_size, uniform_actions(units, Action.RECOMPUTE)))
+        return found if self._context.is_safe(found) else None
+
+    def searched(self) -> Estimate | None:
+        """The fastest choice of actions for units, at the micro-batch of the choice and the next larger one."""
+        sizes = [size for size in self.sizes if size >= self._least_size][: 2 if self._change.takes_less else 1]
+        notes: list[str] = []
+        family = CandidateFamily(self._capture, self._request, self._base, sizes, notes, divides_units=False)
+        candidates = [
+            Candidate(each, self._capture, notes, expandable_segments=self._base.expandable_segments)
+            for each in family.of_all_sizes()
+        ]
+        limit_bytes: int | None = self._request.reserved_budget_bytes
+        for _ in range(2):  # the second finds what has the headroom that the first lacks
+            assert limit_bytes is not None
+            expected = next(by_least_time(candidates, limit_bytes), None)
+            if expected is None or expected.seconds > self._context.most_seconds:
+                return None
+            found = expected.candidate.captured_from(expected.level, limit_bytes)
+            if found is None or self._context.is_safe(found):
+                return found
+            limit_bytes = self._context.lowered_limit(found)
+        return None
+
+    def as_chosen(self) -> Estimate | None:
+        """The actions of the choice, with the change, at the micro-batch of the choice."""
+        if self._chosen.micro_batch_size not in self.sizes:
+            return None
+        found = self._estimate(self._captured(self._least_size, self._chosen.units))
+        return found if self._context.is_safe(found) else None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks divide the model."""
+        return self._base.divides_model
+
+    @property
+    def nests(self) -> bool:
+        """Whether the choice nests units, which no search here does."""
+        return bool(self._chosen.nested)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The micro-batch sizes that may be taken, rising."""
+        request, pinned = self._request, self._request.asked.micro_batch_size
+        is_whole = request.job.why_not_split is not None or request.asked.optimizer_in_backward
+        is_whole |= request.keeps_batch_whole(self._context.baseline) and not self._change.splits_batch
+        if is_whole:
+            return [self._rank_batch]
+        divisors = [size for size in range(1, self._rank_batch + 1) if self._rank_batch % size == 0]
+        return [size for size in divisors if pinned in (None, size)]
+
+    @cached_property
+    def _least_size(self) -> int:
+        """The micro-batch of the choice, or the largest that may be taken below it."""
+        below = [size for size in self.sizes if size <= self._chosen.micro_batch_size]
+        return max(below, default=self._rank_batch)
+
+    def _largest_kept(self, sizes: Sequence[int]) -> Estimate | None:
+        """Everything kept at the largest of some sizes, rising, that fits; None if none does."""
+        trace_at = self._captured if len(sizes) == 1 else self._scaled_to
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._may_fit(trace_at(sizes[middle])) else (low, middle)
+        found = (self._estimate(trace_at(size)) for size in reversed(sizes[:low]))
+        return next(filter(self._context.is_safe, found), None)
+
+    def _sized(self, size: int) -> Settings:
+        steps = self._rank_batch // size
+        return replace(self._base, micro_batch_size=size, gradient_accumulation_steps=steps)
+
+    def _captured(self, size: int, units: tuple[UnitAction, ...] | None = None) -> Trace:
+        settings = self._sized(size)
+        settings = settings if units is None else replace(settings, units=units)
+        trace = self._capture(replace(settings, expandable_segments=False))
+        return replace(per_rank_trace(trace), settings=settings)
+
+    def _scaled_to(self, size: int) -> Trace:
+        settings = self._sized(size)
+        return replace(
+            per_rank_trace(self._scaled.at(replace(settings, expandable_segments=False))), settings=settings
+        )
+
+    def _may_fit(self, trace: Trace) -> bool:
+        replayed = replay_allocations(trace, allocator=AllocatorSettings.of(trace.settings))
+        return replayed.peak_reserved_bytes <= self._request.reserved_budget_bytes
+
+    def _estimate(self, trace: Trace) -> Estimate:
+        return estimate_unlimited(trace.with_last_step_again(), self._request.device)
+
+
+def _on_one_rank(capture: Capture) -> Capture:
+    """Captures of steps on several ranks under DDP, each of which runs what a single one does."""
+
+    def captured(settings: Settings, steps: int = 1) -> Trace:
+        return capture(replace(settings, world_size=1, num_nodes=1), steps).with_settings(settings)
+
+    return captured

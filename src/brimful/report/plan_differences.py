@@ -1,0 +1,68 @@
+"""What differs between two plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from brimful.codec import to_json_document
+from brimful.planner import Plan
+from brimful.report.layout import Listing, Remark, Report
+from brimful.settings import Action, Settings
+from brimful.utils.quantities import format_bytes, format_rate, format_seconds
+
+Difference = tuple[str, str, str]
+"""What differs, in the first plan and in the second, for a reader."""
+
+
+def differences_report(first: Plan, second: Plan, names: tuple[str, str]) -> Report:
+    """The differences of two plans as a table; `names` are those of the plans."""
+    rows = tuple(_differences(first, second))
+    heading = f"{first.job}: {names[0]} and {names[1]}"
+    if not rows:
+        return Report(heading=heading, parts=(Remark("", "The plans have the same settings and predictions."),))
+    whats, firsts, _ = zip(*rows, strict=True)
+    widths = max(map(len, whats)) + 2, max(map(len, (names[0], *firsts))) + 2
+    line = f"  {{:<{widths[0]}}}{{:<{widths[1]}}}{{}}"
+    return Report(heading=heading, parts=(Listing(line=line, heading=("", *names), rows=rows),))
+
+
+def differences_document(first: Plan, second: Plan) -> dict[str, Any]:
+    """The fields of the plans' documents that differ, each with both values."""
+    of_first, of_second = first.to_json(), second.to_json()
+    different = {key for key in of_first | of_second if of_first.get(key) != of_second.get(key)}
+    return {key: [of_first.get(key), of_second.get(key)] for key in [*of_first, *of_second] if key in different}
+
+
+def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
+    shown: dict[str, Callable[[Plan], str]] = {
+        "job": lambda plan: plan.job,
+        "device": lambda plan: plan.device,
+        "budget": lambda plan: format_bytes(plan.budget_bytes),
+        "predicted peak": lambda plan: format_bytes(plan.predicted_peak_device_bytes),
+        "predicted step": lambda plan: format_seconds(plan.predicted_step_seconds),
+        "speed": lambda plan: format_rate(plan.predicted_samples_per_second),
+        "host memory": lambda plan: format_bytes(plan.predicted_host_bytes),
+        "peak at": lambda plan: plan.peak_at,
+    }
+    for what, text in shown.items():
+        if text(first) != text(second):
+            yield what, text(first), text(second)
+    yield from _of_settings(first.settings, second.settings)
+    asked = to_json_document(first.asked), to_json_document(second.asked)
+    for key in asked[0] | asked[1]:
+        if asked[0].get(key) != asked[1].get(key):
+            yield f"option {key}", str(asked[0].get(key)), str(asked[1].get(key))
+
+
+def _of_settings(first: Settings, second: Settings) -> Iterator[Difference]:
+    for each in fields(Settings):
+        values = getattr(first, each.name), getattr(second, each.name)
+        if each.name != "units" and values[0] != values[1]:
+            yield each.name, str(values[0]), str(values[1])
+    by_unit = [{unit.fqn: str(unit.action) for unit in settings.units} for settings in (first, second)]
+    for unit in by_unit[0] | by_unit[1]:
+        actions = tuple(units.get(unit, str(Action.KEEP)) for units in by_unit)
+        if actions[0] != actions[1]:
+            yield unit, actions[0], actions[1]
