@@ -1,7 +1,7 @@
 """Results → text, HTML and JSON documents for users. Nothing here computes results."""
 
 from brimful.report.calibration import calibration_document, calibration_text
-from brimful.report.documents import error_document, estimate_document, gpus_document
+from brimful.report.documents import error_document, estimate_document, gpus_document, whole_run_document
 from brimful.report.text import html_of, text_of
 from brimful.report.training import training_document, training_text
 
@@ -15,4 +15,5 @@ __all__ = [
     "text_of",
     "training_document",
     "training_text",
+    "whole_run_document",
 ]

@@ -20,8 +20,10 @@ from brimful.results.training_run import (
     steady_steps,
     waiting_fraction,
 )
+from brimful.results.whole_run import SECONDS_PER_HOUR, PredictsRuns, WholeRun, whole_run
 
 __all__ = [
+    "SECONDS_PER_HOUR",
     "WAITING_FRACTION",
     "Comparison",
     "DataLoading",
@@ -29,6 +31,7 @@ __all__ = [
     "JobCalibration",
     "Measurement",
     "OpTemporary",
+    "PredictsRuns",
     "Probability",
     "Recovery",
     "SampleSize",
@@ -38,8 +41,10 @@ __all__ = [
     "Suggestion",
     "TrainingResult",
     "ValidationRecord",
+    "WholeRun",
     "describe_growth",
     "larger_entries",
     "steady_steps",
     "waiting_fraction",
+    "whole_run",
 ]
