@@ -12,6 +12,7 @@ from brimful.results.suggestion import Probability, Suggestion
 from brimful.results.training_run import (
     WAITING_FRACTION,
     DataLoading,
+    EpochRecord,
     Recovery,
     StepRecord,
     StopReason,
@@ -27,6 +28,7 @@ __all__ = [
     "WAITING_FRACTION",
     "Comparison",
     "DataLoading",
+    "EpochRecord",
     "EquivalenceReport",
     "JobCalibration",
     "Measurement",
