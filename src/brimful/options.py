@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
 from brimful.arguments import check_fields, checks_arguments
 from brimful.codec import JsonForm, PositiveInt, json_form
-from brimful.errors import UnknownNameError
+from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
 from brimful.utils.field_docs import field_docstrings
 from brimful.utils.quantities import parse_bytes
@@ -189,6 +189,59 @@ class LoopOptions:
     the steps since the last one."""
     keep_saves: PositiveInt = 2
     """Number of most recent checkpoints to keep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLength:
+    """The length of a whole training run that is predicted; `check` refuses all but one length."""
+
+    epochs: PositiveInt | None = None
+    """Predict a whole run of this number of epochs; needs the dataset size."""
+    dataset_size: PositiveInt | None = None
+    """Samples in the training data, which is one epoch."""
+    samples: PositiveInt | None = None
+    """Predict a whole run of this number of samples, over all epochs."""
+    tokens: PositiveInt | None = None
+    """Predict a whole run of this number of tokens, padding included, for models of texts."""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any field is given."""
+        return any(getattr(self, each.name) is not None for each in fields(self))
+
+    def check(self) -> None:
+        """Refuse several lengths or none, and epochs without the size of the data.
+
+        Raises:
+            UsageError: The fields are not one length, or a number is out of range.
+        """
+        check_fields(self)
+        lengths = [name for name in ("epochs", "samples", "tokens") if getattr(self, name) is not None]
+        if self.dataset_size is not None and lengths in ([], ["samples"], ["tokens"]):
+            found = f"beside {lengths[0]}" if lengths else "without epochs"
+            raise UsageError(
+                f"the dataset size (--dataset-size) is given {found}; it is the length of an epoch."
+            )
+        if len(lengths) != 1:
+            found = f"{' and '.join(lengths)} are given" if lengths else "none is given"
+            raise UsageError(
+                f"a run has one length, and {found}. Give epochs with dataset_size, or samples, or tokens "
+                "(--epochs with --dataset-size, --samples, --tokens)."
+            )
+        if self.epochs is not None and self.dataset_size is None:
+            raise UsageError(
+                f"a run of {self.epochs} epochs needs the number of samples in the data: dataset_size=… "
+                "(--dataset-size)."
+            )
+
+
+class RunLengthKeywords(TypedDict, total=False):
+    """What `predict_run` takes by keyword, for type checkers."""
+
+    epochs: int | None
+    dataset_size: int | None
+    samples: int | None
+    tokens: int | None
 
 
 RECOMPUTE_ACTIONS: Mapping[str, Action | None] = {"all": Action.RECOMPUTE, "none": Action.KEEP, "auto": None}

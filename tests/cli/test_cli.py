@@ -90,6 +90,7 @@ ESTIMATE_KEYS = {
     "uncertain_ops",
     "parameter_count",
     "trainable_parameter_count",
+    "tokens_per_sample",
     "notes",
 }
 PLAN_KEYS = {
@@ -121,6 +122,22 @@ PLAN_KEYS = {
     "notes",
     "sample_sizes",
     "source",
+    "tokens_per_sample",
+}
+RUN_KEYS = {
+    "epochs",
+    "samples",
+    "tokens",
+    "steps",
+    "global_batch_size",
+    "world_size",
+    "predicted_seconds",
+    "predicted_seconds_interval",
+    "predicted_samples_per_second",
+    "predicted_tokens_per_second",
+    "price_per_hour",
+    "predicted_cost",
+    "predicted_cost_interval",
 }
 
 
@@ -293,6 +310,60 @@ def test_gpus_are_sorted_by_the_cost_that_a_file_of_prices_gives(folder: Path) -
     text = brimful(folder, "gpus", "mine:job", *asked, "--prices", "prices.csv", "--sort", "cost").stdout
     assert "no price" in text
     assert "TF32 is off" in text
+
+
+def test_a_length_adds_the_hours_and_the_cost_of_the_run(folder: Path) -> None:
+    (folder / "prices.json").write_text('{"T4": 0.36, "RTX 4090": 360}')
+    length = ("--epochs", "3", "--dataset-size", "20", "--prices", "prices.json")
+    estimate = ("estimate", "mine:job", "--device", "T4", "--micro-batch-size", "8")
+    plan = ("plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--output", "plan.json")
+    compared = ("--device", "RTX 4090", "--device", "T4", "--sort", "cost")
+    gpus = ("gpus", "mine:job", "--global-batch-size", "8", *compared)
+    for command in (estimate, plan):
+        document = json.loads(brimful(folder, *command, *length, "--json").stdout)
+        run = document["run"]
+        assert set(run) == RUN_KEYS
+        assert (run["steps"], run["samples"], run["tokens"]) == (9, 60, None)
+        assert run["predicted_seconds"] == pytest.approx(9 * document["predicted_step_seconds"])
+        assert run["predicted_cost"] == pytest.approx(0.36 * run["predicted_seconds"] / 3600)
+        assert "run of 3 epochs, 60 samples: 9 steps of 8" in brimful(folder, *command, *length).stdout
+    assert "run" not in json.loads((folder / "plan.json").read_text())
+    found = json.loads(brimful(folder, *gpus, *length, "--json").stdout)["gpus"]
+    assert [gpu["device"] for gpu in found] == ["T4", "RTX 4090"]
+    assert all(
+        set(of["run"]) == RUN_KEYS and of["run"]["predicted_cost"]
+        for gpu in found
+        for of in (gpu, gpu["usual"])
+    )
+    text = brimful(folder, *gpus, *length).stdout
+    assert "cost" in text
+    assert max(map(len, text.splitlines()[:8])) <= 90
+
+
+def test_no_run_is_predicted_of_a_step_that_does_not_fit(folder: Path) -> None:
+    asked = ("estimate", "mine:job", "--device", "T4", "--budget", "1MiB", "--samples", "100")
+    done = brimful(folder, *asked, "--json")
+    assert (done.returncode, json.loads(done.stdout)["run"]) == (1, None)
+    assert "run: not predicted, as the step does not fit" in brimful(folder, *asked).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--samples", "5", "--epochs", "2", "--dataset-size", "3"), "epochs and samples are given"),
+        (("--epochs", "2"), "--dataset-size"),
+        (("--prices", "prices.csv"), "Give its length too"),
+        (("--samples", "5", "--prices", "prices.csv"), "no price of T4; it has those of: L4"),
+        (("--samples", "5", "--prices", "prices.csv", "--device", "cpu"), "Name a GPU by --device"),
+        (("--tokens", "5"), "tokens of a sample"),
+    ],
+)
+def test_a_length_or_price_that_cannot_be_used_is_bad_usage(
+    folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (folder / "prices.csv").write_text("gpu,price_per_hour\nL4,0.8\n")
+    done = brimful(folder, "estimate", "mine:job", "--device", "T4", *arguments)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(folder: Path) -> None:
@@ -482,6 +553,7 @@ TRAIN = (
     "--validate-every",
     "--keep-saves", "--compare-plain", "--json",
 )  # fmt: skip
+LENGTH = ["--epochs", "--dataset-size", "--samples", "--tokens"]
 OPTIONS = {
     "calibrate": ["--force", "--json"],
     "estimate": [
@@ -489,6 +561,7 @@ OPTIONS = {
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+        "--prices", *LENGTH,
     ],
     "compare": [
         "--global-batch-size", "--device", "--budget", "--precision", "--optimizer", "--micro-batch-size",
@@ -497,7 +570,7 @@ OPTIONS = {
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--prices",
-        "--sort", "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--json",
+        "--sort", "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--json", *LENGTH,
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
@@ -510,7 +583,7 @@ OPTIONS = {
         "--offload-parameters", "--job-calibration",
         "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
-        "--output", "--check", "--diff", "--export", "--verify", "--json",
+        "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [

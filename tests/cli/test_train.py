@@ -85,6 +85,7 @@ RESULT_KEYS = {
     "stopped_because",
     "temporaries_at_peak",
     "validations",
+    "epochs",
 }
 
 

@@ -32,12 +32,14 @@ from brimful.recipes.pretrained import RecipeRun
 from brimful.results import (
     Comparison,
     DataLoading,
+    EpochRecord,
     EquivalenceReport,
     OpTemporary,
     Recovery,
     StepRecord,
     TrainingResult,
     ValidationRecord,
+    WholeRun,
 )
 from brimful.results.sample_size import SampleSize
 from brimful.results.self_correction import JobCalibration, SelfCorrection
@@ -203,14 +205,14 @@ def records(record: type) -> st.SearchStrategy[Any]:
 
 WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, SampleSize, Settings, UnitAction, ChunkedLoss),
-    *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
+    *(TrainingResult, StepRecord, EpochRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
     *(SelfCorrection, JobCalibration, Suggestion),
     *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),
     *(Calibration, Dispatch, RateCurve, KeptContext),
 )
 WRITTEN_ALONE = (
     *(Estimate, PhasePeak, HeldStorage, ModuleShare, FailedAllocation, AllocatorWhatIf, Correction),
-    *(GpuFit, PlanCheck),
+    *(GpuFit, PlanCheck, WholeRun),
 )
 """Printed for users and programs; brimful reads none of them."""
 

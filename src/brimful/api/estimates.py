@@ -196,6 +196,7 @@ class _Question:
             trace,
             self.device,
             notes=(*([_SIZE_NOTE] if size is None else []), *longest.notes),
+            tokens_per_sample=longest.tokens_per_sample,
             extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
             compares_allocators=compares_allocators,
         )
@@ -220,7 +221,7 @@ class _Question:
     def _estimator(self, longest: LongestBatch) -> Estimator:
         capture = undisturbed()(self._capture(longest.job))  # it is called after `estimate` returns, too
         decided = self._decided(capture, _USUAL_SAMPLES)
-        estimated = partial(decided._estimate, notes=longest.notes)
+        estimated = partial(decided._estimate, notes=longest.notes, tokens_per_sample=longest.tokens_per_sample)
         return Estimator(capture, decided.settings, self.device, estimate=estimated)
 
     def _capture(self, job: Job) -> Callable[..., Trace]:
@@ -247,7 +248,15 @@ class _Question:
             settings = _with_recomputed(settings, trace, self.recomputes)
         return replace(self, settings=settings, formats=(memory_format,), recomputes=None, notes=notes)
 
-    def _estimate(self, trace: Trace, device: Device, *, notes: tuple[str, ...], **given: Any) -> Estimate:
+    def _estimate(
+        self,
+        trace: Trace,
+        device: Device,
+        *,
+        notes: tuple[str, ...],
+        tokens_per_sample: float | None,
+        **given: Any,
+    ) -> Estimate:
         trace = per_rank_trace(trace)
         found = estimate_trace(
             trace, device, capacity_bytes=self.capacity_bytes, allocator=self.allocator, **given
@@ -261,6 +270,7 @@ class _Question:
             found,
             notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)),
             uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
+            tokens_per_sample=tokens_per_sample,
         )
 
 
@@ -359,7 +369,14 @@ def gpus(
     if not is_checked:
         notes = (*notes, why_whole or _NOT_CHECKED)
     priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
-    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort, notes=notes)
+    return GpuSurvey(
+        priced,
+        job=job.name,
+        global_batch_size=global_batch_size,
+        tokens_per_sample=longest.tokens_per_sample,
+        sort=sort,
+        notes=notes,
+    )
 
 
 _NOT_OF_PARTS = (

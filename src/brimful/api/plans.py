@@ -164,7 +164,14 @@ def _planned(
     of_plan = (note for note in found.notes if not is_mean or note != MEAN_OVER_SAMPLES_NOTE)
     of_growth = (f"{NOT_SURE}{each}." for each in growth)
     notes = (*memory_notes(memory, request.budget_bytes), *longest.notes, *of_growth, *of_plan)
-    return replace(found, asked=asked, job_kind=kind, notes=notes, sample_sizes=longest.sizes)
+    return replace(
+        found,
+        asked=asked,
+        job_kind=kind,
+        notes=notes,
+        sample_sizes=longest.sizes,
+        tokens_per_sample=longest.tokens_per_sample,
+    )
 
 
 def _kind(job: Job, request: Request, settings: Settings, capture: CachedCapture) -> JobKind:

@@ -27,6 +27,7 @@ from brimful.cli.options import (
     OnePrecision,
     OptimizerImplementationName,
     OptimizerName,
+    RunPrices,
     SplitBatchNorm,
     arguments,
     flattened,
@@ -43,8 +44,9 @@ from brimful.cli.output import (
 from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
+from brimful.cli.whole_runs import run_asked_for
 from brimful.errors import UsageError
-from brimful.options import VARIANT_OPTIONS, PlanOptions
+from brimful.options import VARIANT_OPTIONS, PlanOptions, RunLength
 from brimful.utils.status import busy, report
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def _root(
 def estimate(
     model: Model,
     options: ModelOptions,
+    length: RunLength,
     device: DeviceName = "auto",
     micro_batch_size: MicroBatch = None,
     gradient_accumulation_steps: Annotated[
@@ -114,15 +117,17 @@ def estimate(
     save_trace: Annotated[
         Path | None, typer.Option(help="Write the captured steps to this file (.json or .json.gz).")
     ] = None,
+    prices: RunPrices = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the memory and time of one training step, without running it."""
+    """Predict the memory and time of one training step, without running it; with a length, of a whole run."""
     with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
-        from brimful.report import estimate_document
+        from brimful.report import estimate_document, whole_run_document
         from brimful.report.plans import phase_lines
 
+        predict_run = run_asked_for(length, prices, device)
         job = find_job(model, options)
         if largest:
             refuse({"--micro-batch-size": micro_batch_size}, "--largest finds the micro-batch")
@@ -143,8 +148,12 @@ def estimate(
             without=without or (),
             save_trace=save_trace,
         )
-        text = "\n".join([str(result), *(phase_lines(result) if phases else ())])
-        show(text, lambda: estimate_document(result), as_json)
+        lines, document = [str(result), *(phase_lines(result) if phases else ())], estimate_document(result)
+        if predict_run is not None:
+            run = None if result.verdict is Verdict.DOES_NOT_FIT else predict_run(result)
+            lines.append("  run: not predicted, as the step does not fit" if run is None else str(run))
+            document |= whole_run_document(run)
+        show("\n".join(lines), lambda: document, as_json)
     if result.verdict is Verdict.DOES_NOT_FIT:
         raise typer.Exit(1)
 
@@ -154,6 +163,7 @@ def estimate(
 def gpus(
     model: Model,
     options: ModelOptions,
+    length: RunLength,
     global_batch_size: Annotated[
         int, typer.Option("--global-batch-size", help="Samples per optimizer step.", min=1)
     ],
@@ -169,8 +179,8 @@ def gpus(
     prices: Annotated[
         Path | None,
         typer.Option(
-            help="Price per hour of GPUs, for the cost of a step and of a million samples: CSV with the "
-            "columns gpu and price_per_hour, or a JSON object."
+            help="Price per hour of GPUs, for the cost of a step, of a million samples and of a whole run: CSV "
+            "with the columns gpu and price_per_hour, or a JSON object."
         ),
     ] = None,
     sort: Annotated[
@@ -179,11 +189,13 @@ def gpus(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare GPUs for a model: which can train it, how, how fast, and at what cost."""
+    """Compare GPUs for a model: which can train it, how, how fast, and at what cost; with a length, a run."""
     with report_errors(as_json):
         from brimful import api
         from brimful.report import gpus_document
 
+        if length.is_given:
+            length.check()
         job = find_job(model, options)
         with busy("comparing GPUs"):
             fits = api.gpus(
@@ -196,6 +208,8 @@ def gpus(
                 prices=prices,
                 sort=sort,
             )
+        if length.is_given:
+            fits = fits.predict_run(**arguments(length))
         show(str(fits), lambda: gpus_document(job.name, global_batch_size, fits), as_json)
 
 
@@ -205,6 +219,7 @@ def plan(
     context: typer.Context,
     planning: PlanOptions,
     options: ModelOptions,
+    length: RunLength,
     model: Annotated[str | None, MODEL_ARGUMENT] = None,
     global_batch_size: GlobalBatch = None,
     device: DeviceName = "auto",
@@ -244,14 +259,15 @@ def plan(
         bool,
         typer.Option("--verify", help="Also compute a batch with and without the plan, and compare."),
     ] = False,
+    prices: RunPrices = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest way to train a global batch inside a memory budget."""
+    """Find the fastest way to train a global batch inside a memory budget; with a length, predict the run."""
     with report_errors(as_json):
         from brimful import api
         from brimful.cli.exports import export_files, write_exports
         from brimful.planner import Plan
-        from brimful.report import differences_document, differences_report
+        from brimful.report import differences_document, differences_report, whole_run_document
         from brimful.report.layout import as_text
 
         files = export_files(export or ())
@@ -280,6 +296,7 @@ def plan(
         job = job_of(source)
         if global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples in an optimizer step.")
+        predict_run = run_asked_for(length, prices, device)
         with busy("planning"):
             result = api.plan(
                 job,
@@ -294,13 +311,17 @@ def plan(
         if output is not None:
             result.save(output)
         write_exports(job, result, files)
-        if not verify:
-            show(result, result.to_json, as_json)
-            return
-        certificate = api.verify(job, result)
-        document = result.to_json() | {"certificate": certificate.to_json()}
-        show(f"{result}\n{certificate}", lambda: document, as_json)
-        if not certificate.holds:
+        shown, document = [str(result)], result.to_json()
+        if predict_run is not None:
+            run = predict_run(result)
+            shown.append(str(run))
+            document |= whole_run_document(run)
+        certificate = api.verify(job, result) if verify else None
+        if certificate is not None:
+            shown.append(str(certificate))
+            document["certificate"] = certificate.to_json()
+        show("\n".join(shown), lambda: document, as_json)
+        if certificate is not None and not certificate.holds:
             raise typer.Exit(1)
 
 

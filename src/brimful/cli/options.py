@@ -149,6 +149,14 @@ SplitBatchNorm = Annotated[
         help=_PLAN_HELP["split_batch_norm"],
     ),
 ]
+RunPrices = Annotated[
+    Path | None,
+    typer.Option(
+        "--prices",
+        help="Price per hour of the device, for the cost of a whole run: CSV with the columns gpu and "
+        "price_per_hour, or a JSON object.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 

@@ -45,6 +45,8 @@ class LongestBatch:
     """The job as given; its `batch` is the longest batch that was found, where batches differ."""
     sizes: tuple[SampleSize, ...] = ()
     """Sizes of the batch that is predicted; empty if the job makes none."""
+    tokens_per_sample: float | None = None
+    """Tokens of each of its samples, padding included; None if they are not known."""
     notes: tuple[str, ...] = ()
 
 
@@ -72,19 +74,25 @@ def with_longest_batch(job: Job, samples: int) -> LongestBatch:
     try:
         with one_at_a_time(), RandomState.kept():
             draws = _draws_of(job, samples)
+            tokens = _tokens_per_sample(job, draws.largest, draws.high, samples)
     except Exception:  # raised by the job or its batch: the step itself explains it
         return LongestBatch(job=job)
-    found = LongestBatch(job=_with_draw(job, draws, samples), sizes=draws.high, notes=_draw_notes(draws))
+    found = LongestBatch(
+        job=_with_draw(job, draws, samples),
+        sizes=draws.high,
+        tokens_per_sample=tokens,
+        notes=_draw_notes(draws),
+    )
     if job.data is None:
         return found
     try:
         with RandomState.kept():
             data = job.data() if callable(job.data) else job.data
             read = _read(data, samples, job) if isinstance(data, Data) else None
+            return found if read is None else _with_read(found, read, samples)
     except Exception as error:  # data may only be where training is
         note = f"the data were not read for their lengths: {type(error).__name__}: {error}"
         return replace(found, notes=(*found.notes, note))
-    return found if read is None else _with_read(found, read, samples)
 
 
 def _draws_of(job: Job, samples: int) -> _Draws:
@@ -178,8 +186,31 @@ def _with_read(found: LongestBatch, read: LongestRead, samples: int) -> LongestB
     if is_larger and not notes:
         place, low, high = describe_growth(found.sizes, read.high) or ("", "", "")
         notes = (f"Predicted for {high} in {place}, as in Job.data; Job.batch makes {low}.",)
-    job = _with_batch(found.job, read.batch, samples) if is_larger else found.job
-    return LongestBatch(job=job, sizes=sizes, notes=notes or found.notes)
+    if not is_larger:
+        return replace(found, notes=notes or found.notes)
+    return LongestBatch(
+        job=_with_batch(found.job, read.batch, samples),
+        sizes=sizes,
+        tokens_per_sample=_tokens_per_sample(found.job, read.batch, sizes, samples),
+        notes=notes or found.notes,
+    )
+
+
+_TOKEN_IDS = ('["input_ids"]', ".input_ids")
+"""How the name of an entry with token ids ends, as the models of Transformers name them."""
+
+
+def _tokens_per_sample(job: Job, batch: Batch, sizes: tuple[SampleSize, ...], samples: int) -> float | None:
+    """Tokens of each sample of a batch, padding included: its `input_ids`, else what the job counts as tokens.
+
+    None if there are neither. `sizes` are those of the batch, `samples` its samples if they cannot be counted.
+    """
+    ids = [size.elements for size in sizes if size.name.endswith(_TOKEN_IDS)]
+    if ids:
+        return sum(ids) or None
+    if job.count is None or job.counted != "tokens":
+        return None
+    return float(job.count(batch)) / layout_of(job, whole=samples).count(batch) or None
 
 
 def read_notes(read: LongestRead, predicted: tuple[SampleSize, ...], advice: str) -> tuple[str, ...]:

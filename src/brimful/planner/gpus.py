@@ -10,15 +10,17 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self, Unpack
 
 from brimful.cost import StepTimer, time_interval
 from brimful.devices import Device, torch_builds_note
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
+from brimful.options import RunLength, RunLengthKeywords, takes_options
 from brimful.planner.cached_method import cached_method
 from brimful.planner.on_gpus import AllocationsOnGpus
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, DerivedTraces
+from brimful.results import SECONDS_PER_HOUR, WholeRun, whole_run
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.trace.gpu_sizes import is_sized_by_gpu
@@ -34,6 +36,8 @@ class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
     global_batch_size: int
     sort: str | None
     """What the records are sorted by; None: in the order of the table, and printed by speed."""
+    tokens_per_sample: float | None
+    """Tokens of each sample, padding included; None if they are not known."""
     notes: tuple[str, ...]
     """The lengths that the figures are for, where the job's batches differ."""
 
@@ -43,16 +47,37 @@ class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
         *,
         job: str,
         global_batch_size: int,
+        tokens_per_sample: float | None = None,
         sort: str | None = None,
         notes: tuple[str, ...] = (),
     ) -> GpuSurvey:
         """Create the survey of a job and its global batch."""
         survey = super().__new__(cls, fits if sort is None else sort_fits(fits, sort))
         survey.job, survey.global_batch_size, survey.sort, survey.notes = job, global_batch_size, sort, notes
+        survey.tokens_per_sample = tokens_per_sample
         return survey
 
     def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
         return (tuple(self),), vars(self)
+
+    @takes_options(RunLength, RunLengthKeywords)
+    def predict_run(self, **length: Unpack[RunLengthKeywords]) -> GpuSurvey:
+        """Predict a whole training run on each GPU: steps, time, speed, and with prices the cost.
+
+        Waiting for data, evaluation and checkpoints are not included.
+
+        Args:
+            **length: The fields of `RunLength`, of which epochs, samples or tokens is given.
+
+        Returns:
+            The same records with `run`, in the same order. It prints the time and the cost of the run.
+
+        Raises:
+            UsageError: No length or several are given, or the tokens of a sample are not known.
+        """
+        asked, tokens = RunLength(**length), self.tokens_per_sample
+        asked.check()
+        return GpuSurvey((fit.with_run(asked, tokens) for fit in self), **vars(self))
 
 
 class CaptureOn(Protocol):
@@ -65,7 +90,6 @@ class CaptureOn(Protocol):
         """Whether what was captured on a device is the same on another, but for sizes that are set for each."""
 
 
-SECONDS_PER_HOUR = 3600.0
 MILLION = 1_000_000
 
 
@@ -83,6 +107,8 @@ class FastestFit:
     """Covers the measured time with 90 % probability."""
     price_per_hour: float | None = None
     """Price of the GPU, in the currency of the prices; None without a price."""
+    run: WholeRun | None = None
+    """A whole run with these settings; None if none is asked for, or the job does not fit."""
 
     @property
     def predicted_samples_per_second(self) -> float | None:
@@ -113,6 +139,20 @@ class FastestFit:
         return (
             None if cost is None or self.settings is None else cost * MILLION / self.settings.global_batch_size
         )
+
+    def with_run(self, length: RunLength, tokens_per_sample: float | None) -> Self:
+        """The record with a whole run of some length."""
+        if self.settings is None or self.predicted_step_seconds is None:
+            return self
+        run = whole_run(
+            length,
+            self.settings,
+            step_seconds=self.predicted_step_seconds,
+            step_seconds_interval=self.predicted_step_seconds_interval,
+            tokens_per_sample=tokens_per_sample,
+            price_per_hour=self.price_per_hour,
+        )
+        return replace(self, run=run)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +193,11 @@ class GpuFit(FastestFit):
         """The record with a price of the GPU."""
         usual = None if self.usual is None else replace(self.usual, price_per_hour=price_per_hour)
         return replace(self, price_per_hour=price_per_hour, usual=usual)
+
+    def with_run(self, length: RunLength, tokens_per_sample: float | None) -> GpuFit:
+        """The record with a whole run of some length, in both precisions."""
+        usual = None if self.usual is None else self.usual.with_run(length, tokens_per_sample)
+        return replace(FastestFit.with_run(self, length, tokens_per_sample), usual=usual)
 
 
 def usual_precision(device: Device) -> Precision:

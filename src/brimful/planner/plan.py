@@ -26,9 +26,8 @@ from brimful.codec import (
 )
 from brimful.errors import UsageError
 from brimful.options import PlanOptions
-from brimful.results import JobCalibration, Probability, SampleSize, Suggestion
+from brimful.results import JobCalibration, PredictsRuns, Probability, SampleSize, Suggestion
 from brimful.settings import Settings
-from brimful.utils.display import PrintedResult
 from brimful.utils.files import write_file
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ _MOST_FLOPS = 10**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(PrintedResult):
+class Plan(PredictsRuns):
     """The simplest of the fastest settings found to train a job's global batch within a memory budget.
 
     `check` and `export` capture steps, which stages above this one do: they are imported when called.
@@ -154,6 +153,8 @@ class Plan(PrintedResult):
     sample_sizes: tuple[SampleSize, ...] = ()
     """The sizes of the batch that is predicted; training warns of the first larger one. Empty if they are not
     known."""
+    tokens_per_sample: PositiveFloat | None = None
+    """Tokens of each sample of that batch, padding included; None if they are not known."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:

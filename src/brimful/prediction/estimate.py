@@ -25,10 +25,9 @@ from brimful.memory import (
     predict_memory,
     smallest_surviving_capacity_bytes,
 )
-from brimful.results import Suggestion
+from brimful.results import PredictsRuns, Suggestion
 from brimful.settings import Settings
 from brimful.trace import Category, Correction, Guess, Phase, Trace
-from brimful.utils.display import PrintedResult
 
 MARGIN_FRACTION = 0.05
 """Fraction of a GPU's memory that a plan without a budget leaves free. Of 54 public runs, 5 took over 5 % more
@@ -82,7 +81,7 @@ class PhasePeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate(PrintedResult):
+class Estimate(PredictsRuns):
     """Predicted memory and time of one optimizer step on a device."""
 
     job: str
@@ -140,6 +139,8 @@ class Estimate(PrintedResult):
     parameter_count: int
     """Number of parameters before any were quantised."""
     trainable_parameter_count: int
+    tokens_per_sample: float | None = None
+    """Tokens of each sample of the batch that is predicted, padding included; None if they are not known."""
     own_checkpoints: int = 0
     """Number of forward regions that the model itself recomputes in backward; their time is in
     `step_time.recompute_seconds`."""

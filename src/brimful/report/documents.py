@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from brimful.codec import JsonForm, json_form, to_json_document
+from brimful.codec import JsonForm, json_form, omit_defaults, to_json_document
 from brimful.errors import InfeasibleError
 from brimful.memory import AllocatorSettings
 from brimful.planner import GpuFit, UsualFit
 from brimful.prediction import Estimate
+from brimful.results import WholeRun
 
 
 def estimate_document(estimate: Estimate) -> dict[str, Any]:
@@ -60,8 +61,13 @@ _FIRST_OF_A_FIT = (
         "predicted_samples_per_second_interval",
     ),
 )
+_run_if_asked = omit_defaults("run")
 json_form(
-    JsonForm(derived=_OF_A_FIT, order=("precision", *_FIRST_OF_A_FIT), omitted=("price_per_hour",)),
+    JsonForm(
+        derived=_OF_A_FIT,
+        order=("precision", *_FIRST_OF_A_FIT),
+        omitted=lambda fit: {"price_per_hour", *_run_if_asked(fit)},
+    ),
 )(UsualFit)
 json_form(
     JsonForm(
@@ -71,8 +77,16 @@ json_form(
             *_FIRST_OF_A_FIT,
             "predicted_smallest_peak_device_bytes",
         ),
+        omitted=_run_if_asked,
     )
 )(GpuFit)
+_OF_A_RUN = ("predicted_cost", "predicted_cost_interval")
+json_form(JsonForm(derived={name: attrgetter(name) for name in _OF_A_RUN}))(WholeRun)
+
+
+def whole_run_document(run: WholeRun | None) -> dict[str, Any]:
+    """What a length adds to the document of an estimate or a plan; None is of an estimate that does not fit."""
+    return {"run": None if run is None else to_json_document(run)}
 
 
 def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> dict[str, Any]:

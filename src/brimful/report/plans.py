@@ -12,7 +12,7 @@ from brimful.prediction import Estimate, Verdict
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
 from brimful.results import Suggestion
 from brimful.trace import Category
-from brimful.utils.quantities import GIB, format_bytes, format_rate, format_seconds
+from brimful.utils.quantities import GIB, format_bytes, format_interval, format_rate, format_seconds
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10
@@ -380,9 +380,7 @@ def _seconds(result: Estimate | Plan) -> str:
     seconds = format_seconds(result.predicted_step_seconds)
     if result.predicted_step_seconds_interval is None:
         return seconds
-    low, high = map(format_seconds, result.predicted_step_seconds_interval)
-    number, _, unit = low.partition(" ")
-    return f"{seconds} ({number if high.endswith(unit) and ' ' not in unit else low}–{high})"
+    return f"{seconds} ({format_interval(*map(format_seconds, result.predicted_step_seconds_interval))})"
 
 
 def _slower(other: Alternative | Suggestion, plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _LABEL_CELLS = 20
 _MUCH_SLOWER = 1.25
 """Measured against predicted: of 95 on an idle machine none took so much (benchmarks/plan/measured.py)."""
 
+_LISTED_EPOCHS = 5
+"""Epochs whose times are listed one by one. A choice."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,6 +43,7 @@ def summary_report(result: TrainingResult) -> Report:
             *gauges(result, result.budget_bytes),
             predicted_beside_measured(result),
             *_not_measured(result),
+            *_times(result),
             *(Row("note", note) for note in result.notes),
             *((Row("run directory", _run_directory(result)),) if _is_unfinished(result) else ()),
         ),
@@ -84,6 +88,7 @@ def _parts(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Par
     yield from _slower_cpu(result)
     yield from _budget(result)
     yield from _throughput(result)
+    yield from _times(result)
     yield from _recoveries(result)
     yield from (Row("note", note) for note in result.notes)
     for label, line in feeding_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu"):
@@ -166,6 +171,27 @@ def _throughput(result: TrainingResult) -> Iterator[Row]:
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
     if said:
         yield Row("throughput", f"{', '.join(said)}; mean, waiting for data included")
+
+
+def _times(result: TrainingResult) -> Iterator[Row]:
+    """The time of the epochs, and of the whole run."""
+    epochs = [epoch.seconds for epoch in result.epochs]
+    known = [seconds for seconds in epochs if seconds is not None]
+    if len(epochs) == 1 and known:
+        yield Row("epoch", format_seconds(known[0]))
+    elif 1 < len(epochs) <= _LISTED_EPOCHS:
+        listed = (f"{'not known' if each is None else format_seconds(each)}" for each in epochs)
+        yield Row("epochs", f"{len(epochs)}: {', '.join(listed)}")
+    elif known and len(epochs) == len(known):
+        mean = format_seconds(statistics.fmean(known))
+        yield Row(
+            "epochs",
+            f"{len(epochs)}: first {format_seconds(known[0])}, mean {mean}, last {format_seconds(known[-1])}",
+        )
+    if result.seconds is not None:
+        validating = sum(validation.seconds for validation in result.validations)
+        more = f"; validation {format_seconds(validating)} more" if result.validations else ""
+        yield Row("training time", f"{format_seconds(result.seconds)}, waiting for data included{more}")
 
 
 def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[Remark]:

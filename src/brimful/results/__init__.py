@@ -12,6 +12,7 @@ from brimful.results.suggestion import Probability, Suggestion
 from brimful.results.training_run import (
     WAITING_FRACTION,
     DataLoading,
+    EpochRecord,
     Recovery,
     StepRecord,
     StopReason,
@@ -20,15 +21,19 @@ from brimful.results.training_run import (
     steady_steps,
     waiting_fraction,
 )
+from brimful.results.whole_run import SECONDS_PER_HOUR, PredictsRuns, WholeRun, whole_run
 
 __all__ = [
+    "SECONDS_PER_HOUR",
     "WAITING_FRACTION",
     "Comparison",
     "DataLoading",
+    "EpochRecord",
     "EquivalenceReport",
     "JobCalibration",
     "Measurement",
     "OpTemporary",
+    "PredictsRuns",
     "Probability",
     "Recovery",
     "SampleSize",
@@ -38,8 +43,10 @@ __all__ = [
     "Suggestion",
     "TrainingResult",
     "ValidationRecord",
+    "WholeRun",
     "describe_growth",
     "larger_entries",
     "steady_steps",
     "waiting_fraction",
+    "whole_run",
 ]

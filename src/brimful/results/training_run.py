@@ -106,6 +106,25 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """One epoch that has ended."""
+
+    epoch: PositiveInt
+    """Number of the epoch, from 1."""
+    step: PositiveInt
+    """Number of optimizer steps of the run at its end."""
+    seconds: NonNegativeFloat | None
+    """Time of its steps and of waiting for their batches, without validation and saving; None if the records of
+    some of its steps are lost."""
+    measured_peak_allocated_bytes: NonNegativeInt | None
+    """The highest peak in this epoch, of all steps on CUDA and of the measured ones on a CPU. None if none was
+    measured, and for an epoch that was resumed in the middle. The next two likewise."""
+    measured_peak_reserved_bytes: NonNegativeInt | None
+    measured_peak_device_bytes: NonNegativeInt | None
+    """None on a CPU, where no driver reports it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """A recovery from running out of memory: what happened, and how training continued."""
 
@@ -213,6 +232,8 @@ class TrainingResult(PrintedResult):
     predicted_mfu: NonNegativeFloat | None = field(default=None, metadata=ALWAYS_WRITTEN)
     data_loading: DataLoading | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """How batches were loaded; None if all samples were in one batch."""
+    epochs: tuple[EpochRecord, ...] = ()
+    """One record for each epoch that has ended."""
     notes: tuple[str, ...] = ()
     """Deviations from what was expected, such as an epoch with fewer batches than its data reported."""
     self_correction: SelfCorrection | None = None
@@ -237,6 +258,13 @@ class TrainingResult(PrintedResult):
     def terms_per_second(self) -> float | None:
         """Throughput over the same steps, of what `Job.count` counts, or of samples."""
         return self._per_second("terms")
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of all steps and of waiting for their batches; None if the records of some steps are lost."""
+        if not self.steps or len(self.steps) != self.steps[-1].step:
+            return None
+        return sum(step.total_seconds for step in self.steps)
 
     @property
     def needed_workers(self) -> int | None:

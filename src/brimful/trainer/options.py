@@ -42,7 +42,7 @@ class TrainOptions(LoopOptions):
     function that makes a scheduler from the optimizer. It is stepped once per optimizer step, but not when fp16
     gradients overflowed and the step was skipped."""
     callbacks: Iterable[Callback] = ()
-    """Called after each step and each validation, and at the end."""
+    """Called after each step, epoch and validation, and at the end."""
     verify: bool = True
     """Before the first step, compare loss, gradients and buffers of a few samples under the plan with those of
     the baseline, if the plan recomputes or splits anything, or has a memory format."""

@@ -19,7 +19,7 @@ from brimful.execution.update_in_backward import clipped_in_backward
 from brimful.job import Job
 from brimful.options import takes_options
 from brimful.planner import Plan, settings_of
-from brimful.results import StepRecord, TrainingResult, ValidationRecord
+from brimful.results import EpochRecord, StepRecord, TrainingResult, ValidationRecord
 from brimful.settings import Settings
 from brimful.trainer.monitor.callbacks import Hook
 from brimful.trainer.options import RunConfig, TrainKeywords, TrainOptions
@@ -142,7 +142,7 @@ class Trainer:
         return Run(run, stop=self._stop, call=self._call_callbacks).train()
 
     def _call_callbacks(
-        self, hook: Hook, record: StepRecord | ValidationRecord | TrainingResult | None
+        self, hook: Hook, record: StepRecord | EpochRecord | ValidationRecord | TrainingResult | None
     ) -> None:
         for callback in self._config.options.callbacks:
             getattr(callback, hook)(self, record)

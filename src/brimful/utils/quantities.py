@@ -116,6 +116,23 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def format_hours(seconds: float) -> str:
+    """`seconds` as hours, in three digits or whole: "0.42", "14.2", "1,250"."""
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 99.95 else f"{hours:.3g}"
+
+
+def format_interval(low: str, high: str) -> str:
+    """Both ends of an interval, with one unit where both have the same: "350–480 ms", "812 ms–1.2 s"."""
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(unit) and ' ' not in unit else low}–{high}"
+
+
+def format_price(price: float) -> str:
+    """A price for a reader: "1,890.00", "0.42", "0.0031"."""
+    return f"{price:,.2f}" if price >= 0.1 else f"{price:.3g}"
+
+
 def format_rate(per_second: float, what: str = "samples") -> str:
     """A rate for a reader, three digits or whole: "34.1 samples/s", "1820 tokens/s"."""
     number = f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"

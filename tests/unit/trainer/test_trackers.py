@@ -38,6 +38,15 @@ def test_tensorboard_shows_the_records_of_the_run(job, trained, tmp_path):
     assert "train/mfu" not in found
 
 
+def test_trackers_have_what_is_known_of_each_epoch(job, trained, tmp_path):
+    _, result = trained(job, epochs=2, callbacks=[TensorBoard(tmp_path)])
+    found = scalars(tmp_path)
+    assert found["epoch/seconds"] == [(each.step, pytest.approx(each.seconds)) for each in result.epochs]
+    peak_bytes = result.epochs[0].measured_peak_allocated_bytes
+    assert found["epoch/peak_allocated_bytes"] == [(4, pytest.approx(peak_bytes))]
+    assert "epoch/peak_device_bytes" not in found
+
+
 def test_a_resumed_run_takes_the_place_of_what_was_shown_after_the_save(job, trained, tmp_path):
     class Dies(Callback):
         def on_step(self, trainer, record):

@@ -486,7 +486,7 @@ def test_weights_that_an_update_spoiled_do_not_replace_the_good_ones(job_with, t
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_the_run_directory_has_a_line_per_step_and_validation_and_the_best_weights(
+def test_the_run_directory_has_a_line_per_step_epoch_and_validation_and_the_best_weights(
     job_with, trained, tmp_path, samples
 ):
     losses = iter([1.0, 0.5, 2.0])
@@ -508,7 +508,7 @@ def test_the_run_directory_has_a_line_per_step_and_validation_and_the_best_weigh
     run_dir = tmp_path / "runs" / "a"
     _, result = trained(job, 50, epochs=3, run_dir=run_dir, callbacks=[Remember()])
     kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert kinds == ["step", "validation"] * 3
+    assert kinds == ["step", "epoch", "validation"] * 3
     best, last = job.model(), job.model()
     load_weights(best, run_dir / "best.safetensors")
     load_weights(last, run_dir / "weights.safetensors")

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, get_args
 
 from brimful.errors import UsageError
-from brimful.results import StepRecord, TrainingResult, ValidationRecord
+from brimful.results import EpochRecord, StepRecord, TrainingResult, ValidationRecord
 
 if TYPE_CHECKING:
     from brimful.trainer.trainer import Trainer
 
 
-Hook = Literal["on_step", "on_validation", "on_end"]
+Hook = Literal["on_step", "on_epoch", "on_validation", "on_end"]
 """Name of a method of `Callback`."""
 
 
@@ -25,6 +25,9 @@ class Callback:
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Called after each optimizer step."""
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        """Called at the end of each epoch, before it is saved and validated."""
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
         """Called after each pass over the validation data."""
@@ -48,7 +51,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
             lack = "is not an instance" if isinstance(callback, type) else f"has no {missing[0]}"
             raise UsageError(
                 f"callbacks has a {type(callback).__name__}, which {lack}. Derive from "
-                "brimful.trainer.Callback, override on_step(trainer, record), on_validation(trainer, record), "
-                "or on_end(trainer, result), and give an instance."
+                "brimful.trainer.Callback, override on_step(trainer, record), on_epoch(trainer, record), "
+                "on_validation(trainer, record), or on_end(trainer, result), and give an instance."
             )
     return given

@@ -14,7 +14,7 @@ from typing import Any, overload
 
 from brimful.codec import from_json_document, parse_json
 from brimful.errors import FileFormatError
-from brimful.results import Recovery, StepRecord, ValidationRecord
+from brimful.results import EpochRecord, Recovery, StepRecord, ValidationRecord
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.run_directory import METRICS, RunDirectory
 
@@ -66,6 +66,7 @@ class RunHistory:
     """The records of a run so far."""
 
     steps: StepLog = field(default_factory=StepLog)
+    epochs: list[EpochRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,6 +74,16 @@ class RunHistory:
     def is_best(self, record: ValidationRecord) -> bool:
         """Whether a validation has a finite loss, lower than all before it."""
         return _ranked(record) < min(map(_ranked, self.validations), default=math.inf)
+
+    def epoch_seconds(self, epoch: int, steps: int) -> float | None:
+        """Time of an epoch of a number of steps, which are the latest; None if records of some are lost."""
+        seconds, count = 0.0, 0
+        for index in range(len(self.steps) - 1, -1, -1):
+            record = self.steps[index]
+            if record.epoch != epoch:
+                break
+            seconds, count = seconds + record.total_seconds, count + 1
+        return seconds if count == steps else None
 
     @property
     def validations_without_improvement(self) -> int:
@@ -101,6 +112,8 @@ def restored_history(directory: RunDirectory, checkpoint: Checkpoint) -> RunHist
                 is_damaged = True
                 continue
             history.steps.append(record)
+        elif isinstance(record, EpochRecord):
+            history.epochs.append(record)
         elif isinstance(record, Recovery):
             history.recoveries.append(record)
         elif record is not None:
@@ -122,8 +135,8 @@ def _ranked(record: ValidationRecord) -> float:
     return record.loss if math.isfinite(record.loss) else math.inf
 
 
-def _record(line: bytes) -> StepRecord | Recovery | str | None:
-    """Decode a step, a recovery or a note; None for other kinds, such as validations, which are in the save."""
+def _record(line: bytes) -> StepRecord | EpochRecord | Recovery | str | None:
+    """Decode a step, an epoch, a recovery or a note; None for other kinds: validations are in the save."""
     if not line.endswith(b"\n"):
         raise FileFormatError("a line has no end.")
     document = parse_json(line, where="a line")
@@ -132,6 +145,8 @@ def _record(line: bytes) -> StepRecord | Recovery | str | None:
     kind = document.pop("kind", None)
     if kind == "step":
         return from_json_document(document, StepRecord, where="a step")
+    if kind == "epoch":
+        return from_json_document(document, EpochRecord, where="an epoch")
     if kind == "recovery":
         return from_json_document(document, Recovery, where="a recovery")
     if kind == "note":

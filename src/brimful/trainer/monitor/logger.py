@@ -14,7 +14,14 @@ from brimful.codec import to_json_document
 from brimful.errors import SaveError, UsageError
 from brimful.job import Job
 from brimful.planner import Plan
-from brimful.results import Recovery, SelfCorrection, StepRecord, TrainingResult, ValidationRecord
+from brimful.results import (
+    EpochRecord,
+    Recovery,
+    SelfCorrection,
+    StepRecord,
+    TrainingResult,
+    ValidationRecord,
+)
 from brimful.settings import Settings
 from brimful.trainer.monitor.history import RunHistory, restored_history
 from brimful.trainer.monitor.progress import ProgressDisplay, recovery_text
@@ -104,6 +111,12 @@ class RunLogger:
         self.append("step", record)
         self.progress.show_step(record, memory)
 
+    def add_epoch(self, record: EpochRecord) -> None:
+        """Log an epoch that has ended."""
+        self.history.epochs.append(record)
+        self.append("epoch", record)
+        self.progress.show_epoch(record)
+
     def add_recovery(self, recovery: Recovery, *, lost: str = "nothing is lost") -> None:
         """Log that memory ran out, and how training continues.
 
@@ -130,7 +143,11 @@ class RunLogger:
         self.append("note", note)
         self.progress.show_note(note)
 
-    def append(self, kind: str, what: StepRecord | Recovery | ValidationRecord | SelfCorrection | str) -> None:
+    def append(
+        self,
+        kind: str,
+        what: StepRecord | EpochRecord | Recovery | ValidationRecord | SelfCorrection | str,
+    ) -> None:
         """Append a record, or a message of one line, to `metrics.jsonl`, with its `kind`."""
         if self._directory is not None:
             document = {"message": what} if isinstance(what, str) else to_json_document(what)

@@ -11,7 +11,7 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from brimful.results import Recovery, StepRecord, ValidationRecord
+from brimful.results import EpochRecord, Recovery, StepRecord, ValidationRecord
 from brimful.utils.display import make_console
 from brimful.utils.quantities import format_bytes, format_rates, format_seconds
 
@@ -27,6 +27,9 @@ class ProgressDisplay:
 
     def show_step(self, record: StepRecord, memory: str) -> None:
         """Show a step, and the peak memory as text; empty if it is not known."""
+
+    def show_epoch(self, record: EpochRecord) -> None:
+        """Show the time and the peak memory of an epoch that has ended."""
 
     def show_validating(self, samples: int) -> None:
         """Show the number of samples validated in this pass; called after each micro-batch."""
@@ -127,6 +130,9 @@ class _Bar(ProgressDisplay):
             description=self._pace.describe(memory),
         )
 
+    def show_epoch(self, record: EpochRecord) -> None:
+        self._progress.console.print(_epoch_line(record), highlight=False, markup=False)
+
     def show_validating(self, samples: int) -> None:
         self._progress.update(self._task, description=_validating(samples))
 
@@ -158,6 +164,10 @@ class _Lines(ProgressDisplay):
         if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
             self._print_latest()
 
+    def show_epoch(self, record: EpochRecord) -> None:
+        self._print_latest()
+        self._print(_epoch_line(record))
+
     def show_validating(self, samples: int) -> None:
         if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
             self._print_latest()
@@ -188,6 +198,14 @@ class _Lines(ProgressDisplay):
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _epoch_line(record: EpochRecord) -> str:
+    """ "epoch 2, step 94  trained in 11.8 s  peak 312 MiB", as far as it is known."""
+    parts = [f"epoch {record.epoch}, step {record.step}"]
+    parts.append("trained" if record.seconds is None else f"trained in {format_seconds(record.seconds)}")
+    peak_bytes = record.measured_peak_device_bytes or record.measured_peak_reserved_bytes
+    return "  ".join(parts if peak_bytes is None else [*parts, f"peak {format_bytes(peak_bytes)}"])
 
 
 def _validating(samples: int) -> str:

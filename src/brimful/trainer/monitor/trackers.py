@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from brimful.distributed.ranks import current_rank
 from brimful.errors import UsageError
-from brimful.results import StepRecord, TrainingResult, ValidationRecord
+from brimful.results import EpochRecord, StepRecord, TrainingResult, ValidationRecord
 from brimful.trainer.monitor.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -28,6 +28,10 @@ class _Tracker(Callback):
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Log the loss, gradient norm, learning rates, times and speed of a step."""
         self._try(record.step, lambda: self._track_step(trainer.optimizer.param_groups, record))
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        """Log the time and the peak memory of an epoch, as far as they are known."""
+        self._try(record.step, lambda: self._track(_of_epoch(record), record.step))
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
         """Log the validation loss and the job's metrics."""
@@ -166,6 +170,16 @@ def _of_step(record: StepRecord, rates: Mapping[str, float | None]) -> dict[str,
         **rates,
     }
     return {f"train/{name}": value for name, value in values.items() if value is not None}
+
+
+def _of_epoch(record: EpochRecord) -> dict[str, float]:
+    values = {
+        "seconds": record.seconds,
+        "peak_allocated_bytes": record.measured_peak_allocated_bytes,
+        "peak_reserved_bytes": record.measured_peak_reserved_bytes,
+        "peak_device_bytes": record.measured_peak_device_bytes,
+    }
+    return {f"epoch/{name}": value for name, value in values.items() if value is not None}
 
 
 def _find(module: str, package: str) -> Any:

@@ -16,7 +16,7 @@ from brimful.execution.random_state import RandomState
 from brimful.job import Batch
 from brimful.profiling import check_labels
 from brimful.report.data_loading import feeding_lines
-from brimful.results import StepRecord, StopReason, TrainingResult
+from brimful.results import EpochRecord, StepRecord, StopReason, TrainingResult
 from brimful.trainer.checkpointer import Checkpointer
 from brimful.trainer.data.stream import worker_errors
 from brimful.trainer.monitor.callbacks import Hook
@@ -166,6 +166,7 @@ class Run:
             stopped_because = self._validate(validator)
             if stopped_because is not None:
                 return stopped_because
+        self._runner.epoch_peak.begin(is_whole=self._state.stream.position.batches == 0)
         for batch, data_seconds in rest:
             self._take_step(batch, data_seconds)
             stopped_because = stop.synced(ranks)
@@ -179,8 +180,26 @@ class Run:
         stopped_because = stopped_because or stop.synced(ranks)
         if has_ended and stopped_because is None:
             self._epoch_length.check()
+            self._log_epoch()
         self._checkpointer.save()
         return stopped_because or self._validate(validator)
+
+    def _log_epoch(self) -> None:
+        """Log the epoch that has ended, unless that was before this run was resumed."""
+        place, epochs = self._state.stream.position, self._logger.history.epochs
+        if epochs and epochs[-1].epoch == place.epoch:
+            return
+        peak = self._runner.epoch_peak.found()
+        record = EpochRecord(
+            epoch=place.epoch,
+            step=self._state.step,
+            seconds=self._logger.history.epoch_seconds(place.epoch, place.batches),
+            measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
+            measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
+            measured_peak_device_bytes=None if peak is None else peak.device_bytes,
+        )
+        self._logger.add_epoch(record)
+        self._call("on_epoch", record)
 
     def _is_validation_due(self) -> bool:
         every = self._config.options.validate_every

@@ -27,6 +27,7 @@ def result_of(
         stopped_because=stopped_because,
         steps=tuple(history.steps),
         validations=tuple(history.validations),
+        epochs=tuple(history.epochs),
         budget_bytes=None if plan is None else plan.budget_bytes,
         predicted_peak_allocated_bytes=None
         if plan is None

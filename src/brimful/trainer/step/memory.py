@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from brimful.batches import BatchLayout, layout_of, sample_sizes
 from brimful.job import Batch
 from brimful.results import SampleSize, larger_entries
@@ -131,7 +129,7 @@ class MemoryMeter:
         budget_bytes = None if plan is None else plan.budget_bytes
         if device.type == "cuda":
             # the memory that the budget counts, except for the CUDA context
-            return memory_text(torch.cuda.max_memory_reserved(device), budget_bytes)
+            return memory_text(self._runner.epoch_peak.run_reserved_bytes, budget_bytes)
         if peak is not None:
             return memory_text(peak.allocated_bytes, budget_bytes)
         average = self._state.average

@@ -29,6 +29,7 @@ from brimful.results import Recovery, StepRecord
 from brimful.settings import Settings
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.batch_norm import corrected_momentum
+from brimful.trainer.step.epoch_peak import EpochPeak
 from brimful.trainer.step.micro_batches import split_for_rank
 from brimful.trainer.step.not_finite import NotFiniteStep
 from brimful.trainer.step.recovery import OomRecovery, StoreFallback
@@ -78,6 +79,8 @@ class StepRunner:
         self._terms = 0.0
         self.peak: PeakMemory | None = None
         """The highest peak of the measured steps, and of the longest batch; None before them."""
+        self.epoch_peak = EpochPeak(state.device)
+        """The peak of the epoch in progress."""
         self.peak_is_as_planned = True
         """Whether `peak` is of batches of the lengths that were planned."""
 
@@ -123,8 +126,7 @@ class StepRunner:
         """
         step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
         _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.run, step, keeps=False))
-        if peak is not None:
-            self.peak = larger_peak(self.peak, peak)
+        self._add_peak(peak)
 
     def _attempt(
         self, batch: Batch, record_of: Callable[..., StepRecord], *, measure_memory: bool
@@ -173,8 +175,7 @@ class StepRunner:
         if not record.updated:
             return
         state.updates += 1
-        if peak is not None:
-            self.peak = larger_peak(self.peak, peak)
+        self._add_peak(peak)
         if state.average is not None:
             try:
                 with_room(state.average.update, during="the average of the weights is updated")
@@ -195,6 +196,12 @@ class StepRunner:
                     "The learning rates may be changed in part; they are not saved. Resume from the last save."
                 )
 
+    def _add_peak(self, peak: PeakMemory | None) -> None:
+        """Add the peak of a step, if it was measured, to those of the run and of the epoch."""
+        if peak is not None:
+            self.peak = larger_peak(self.peak, peak)
+            self.epoch_peak.add(peak)
+
     def _hooks(self) -> StepHooks:
         parallel, hooks = self._state.parallel, self._transaction.hooks
 
@@ -214,6 +221,7 @@ class StepRunner:
         state = self._state
         average = {} if state.average is None else state.average.state_dict()
         held = (*state.parallel.held_tensors(), *average.values())
+        self.epoch_peak.before_reset()
         return peak_memory(state.model, state.optimizer, state.device, batch=batch, held_besides=held)
 
     def _is_finite(self, loss: Tensor, gradient_norm: Tensor) -> bool:
