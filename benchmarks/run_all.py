@@ -15,6 +15,7 @@ BENCHMARKS = (
     "cpu_zoo.py",
     "cpu_job_zoo.py",
     "published.py",
+    "studies.py",
     "step_time.py",
     "estimate_speed.py",
     "demo_runs.py",

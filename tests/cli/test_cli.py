@@ -404,6 +404,9 @@ def test_what_libraries_warn_of_at_import_is_not_shown(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--allocator", "expand:True"], 2, ["expandable_segments"]),
         (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch"]),
         (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["not a CUDA GPU"]),
+        (["compare", "--study", "vgg"], 2, ["vgg16"]),
+        (["compare", "mine:job", "--study", "vgg16"], 2, ["does not go with MODEL"]),
+        (["compare"], 2, ["MODEL", "--study NAME"]),
         (
             ["compare", "mine:job", "--global-batch-size", "8", "--device", "T4", "--measure"],
             2,
@@ -565,8 +568,8 @@ OPTIONS = {
     ],
     "compare": [
         "--global-batch-size", "--device", "--budget", "--precision", "--optimizer", "--micro-batch-size",
-        "--measure", "--markdown", "--plot", "--seq-len", "--image-size", "--set", "--dtype", "--lora",
-        "--quantize", "--json",
+        "--measure", "--study", "--markdown", "--plot", "--seq-len", "--image-size", "--set", "--dtype",
+        "--lora", "--quantize", "--json",
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--prices",

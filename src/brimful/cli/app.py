@@ -51,7 +51,7 @@ from brimful.utils.status import busy, report
 
 if TYPE_CHECKING:
     from brimful.job import Job
-    from brimful.planner import JobSource, Plan
+    from brimful.planner import JobSource, Plan, TechniqueComparison
 
 app = typer.Typer(
     name="brimful",
@@ -328,11 +328,9 @@ def plan(
 @app.command()
 @flattened
 def compare(
-    model: Model,
     options: ModelOptions,
-    global_batch_size: Annotated[
-        int, typer.Option("--global-batch-size", help="Samples per optimizer step.", min=1)
-    ],
+    model: Annotated[str | None, MODEL_ARGUMENT] = None,
+    global_batch_size: GlobalBatch = None,
     device: DeviceName = "auto",
     budget: Annotated[
         str | None, typer.Option(help="Size that a step must fit, such as 11GiB. Default: device capacity.")
@@ -348,9 +346,18 @@ def compare(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Also run each row that fits on this machine, each in a process of its own."
+            "--measure",
+            help="Also run each row that fits on this machine, each in a process of its own; of a study, train "
+            "its small scale on the CPU.",
         ),
     ] = False,
+    study: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict a comparison that a guide published, beside its figures, instead of a model: "
+            "bert-large, xlm-r, vgg16, batch-norm or deep-mlp. Default device: that of the guide."
+        ),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw memory and speed into this file (.svg, .png, .pdf).")
@@ -359,33 +366,61 @@ def compare(
 ) -> None:
     """Compare techniques for a model: what each costs and saves, beside the plan."""
     with report_errors(as_json):
-        from functools import partial
-
-        from brimful import api
-        from brimful.models import resolve_job
-
         if markdown:
             refuse({"--json": as_json}, "--markdown prints a table")
-        if measure:
-            api.check_is_here(device)
         source = find_source(model, options)
-        assert source is not None
-        with busy("comparing"):
-            found = api.compare(
-                job_of(source),
-                device,
-                global_batch_size=global_batch_size,
-                budget=budget,
-                precision=precision,
-                optimizer=optimizer,
-                micro_batch_size=micro_batch_size,
+        if study is not None:
+            given: dict[str, object] = {
+                "MODEL": source,
+                "--global-batch-size": global_batch_size,
+                "--budget": budget,
+            }
+            given |= {"--optimizer": optimizer, "--micro-batch-size": micro_batch_size}
+            given |= {"--markdown": markdown, "--plot": plot, "--precision": precision != "fp32"}
+            refuse(given, "--study says what is compared")
+            _show_study(study, device, runs_small=measure, as_json=as_json)
+            return
+        if source is None or global_batch_size is None:
+            raise UsageError(
+                "say what to compare: MODEL and --global-batch-size, the samples in an optimizer step; or "
+                "--study NAME."
             )
-            if measure:
-                make_job = partial(resolve_job, source.name, **source.options)
-                found = api.measured_comparison(found, make_job, device)
+        found = _compared(
+            source,
+            device,
+            measure=measure,
+            global_batch_size=global_batch_size,
+            budget=budget,
+            precision=precision,
+            optimizer=optimizer,
+            micro_batch_size=micro_batch_size,
+        )
         if plot is not None:
             found.plot(plot)
         show(found.to_markdown() if markdown else found, found.to_json, as_json)
+
+
+def _compared(source: JobSource, device: str, *, measure: bool, **asked: Any) -> TechniqueComparison:
+    from functools import partial
+
+    from brimful import api
+    from brimful.models import resolve_job
+
+    if measure:
+        api.check_is_here(device)
+    with busy("comparing"):
+        found = api.compare(job_of(source), device, **asked)
+        if measure:
+            found = api.measured_comparison(found, partial(resolve_job, source.name, **source.options), device)
+    return found
+
+
+def _show_study(name: str, device: str, *, runs_small: bool, as_json: bool) -> None:
+    from brimful.report import study_document
+    from brimful.studies import find_study, run_study
+
+    result = run_study(find_study(name), None if device == "auto" else device, runs_small=runs_small)
+    show(result, lambda: study_document(result), as_json)
 
 
 @app.command()

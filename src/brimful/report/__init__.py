@@ -4,6 +4,7 @@ from brimful.report.calibration import calibration_document, calibration_text
 from brimful.report.comparisons import comparison_document, comparison_markdown, plot_comparison
 from brimful.report.documents import error_document, estimate_document, gpus_document, whole_run_document
 from brimful.report.plan_differences import differences_document, differences_report
+from brimful.report.studies import study_document
 from brimful.report.text import html_of, text_of
 from brimful.report.training import training_document, training_text
 
@@ -19,6 +20,7 @@ __all__ = [
     "gpus_document",
     "html_of",
     "plot_comparison",
+    "study_document",
     "text_of",
     "training_document",
     "training_text",

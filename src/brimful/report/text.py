@@ -13,9 +13,10 @@ from brimful.report.html import as_html, preformatted
 from brimful.report.layout import Report, as_text
 from brimful.report.measurements import check_report, comparison_text, equivalence_report, measurement_report
 from brimful.report.plans import estimate_report, export_report, plan_report
+from brimful.report.studies import study_report
 from brimful.report.training import summary_report
 from brimful.report.whole_run import whole_run_report
-from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult, WholeRun
+from brimful.results import Comparison, EquivalenceReport, Measurement, StudyResult, TrainingResult, WholeRun
 
 
 def text_of(result: object) -> str:
@@ -45,5 +46,6 @@ _shown.register(TechniqueComparison, comparison_report)
 _shown.register(Measurement, measurement_report)
 _shown.register(Comparison, comparison_text)
 _shown.register(EquivalenceReport, equivalence_report)
+_shown.register(StudyResult, study_report)
 _shown.register(TrainingResult, summary_report)
 _shown.register(WholeRun, whole_run_report)

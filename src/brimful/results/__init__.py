@@ -8,6 +8,7 @@ from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
 from brimful.results.self_correction import JobCalibration, SelfCorrection
+from brimful.results.study import Published, SmallRun, StudyResult, StudyRow
 from brimful.results.suggestion import Probability, Suggestion
 from brimful.results.training_run import (
     WAITING_FRACTION,
@@ -35,11 +36,15 @@ __all__ = [
     "OpTemporary",
     "PredictsRuns",
     "Probability",
+    "Published",
     "Recovery",
     "SampleSize",
     "SelfCorrection",
+    "SmallRun",
     "StepRecord",
     "StopReason",
+    "StudyResult",
+    "StudyRow",
     "Suggestion",
     "TrainingResult",
     "ValidationRecord",

@@ -1,0 +1,101 @@
+"""A study for a reader, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from brimful.codec import to_json_document
+from brimful.report.layout import Listing, Part, Remark, Report
+from brimful.results import StudyResult, StudyRow
+from brimful.utils.quantities import format_bytes, format_seconds
+
+_HEADING = ("", "predicted", "published", "error", "samples/s", "published", "error")
+_LINE = "  {:<40}{:>10}{:>11}{:>7}{:>11}{:>11}{:>7}"
+_SMALL_HEADING = ("", "peak", "time", "loss", "accuracy", "published")
+_SMALL_LINE = "  {:<40}{:>10}{:>8}{:>14}{:>10}{:>11}"
+
+
+def study_report(study: StudyResult) -> Report:
+    """The rows predicted at full scale, those run at a small scale, and what to choose."""
+    return Report(heading=f"{study.title}, on {study.device}", parts=tuple(_parts(study)))
+
+
+def study_document(study: StudyResult) -> dict[str, Any]:
+    """The document of `brimful compare --study NAME --json`."""
+    document = to_json_document(study)
+    for row, found, speed_error in zip(document["rows"], study.rows, study.speed_errors(), strict=True):
+        row |= {"peak_error": found.peak_error, "speed_error": speed_error}
+    return document
+
+
+def _parts(study: StudyResult) -> Iterator[Part]:
+    full = [
+        (row, error)
+        for row, error in zip(study.rows, study.speed_errors(), strict=True)
+        if row.predicted_peak_device_bytes is not None
+    ]
+    if full:
+        rows = tuple(_cells(row, error) for row, error in full)
+        yield Listing(title="Full scale: peak memory and speed", line=_LINE, heading=_HEADING, rows=rows)
+    small = tuple(_small_cells(row) for row in study.rows if row.small is not None)
+    if small:
+        title = "Small scale, run on this machine: peak memory, and what was learnt"
+        yield Listing(title=title, line=_SMALL_LINE, heading=_SMALL_HEADING, rows=small)
+    yield from (Remark(row.label, row.why_not) for row in study.rows if row.why_not)
+    yield Remark("", study.conclusion)
+    yield Remark("published by", study.source)
+    yield from (Remark("note", note) for note in study.notes)
+
+
+def _cells(row: StudyRow, speed_error: float | None) -> tuple[str, ...]:
+    published, predicted_bytes = row.published, row.predicted_peak_device_bytes
+    speed = row.predicted_samples_per_second
+    return (
+        (
+            row.label,
+            "–" if predicted_bytes is None else format_bytes(predicted_bytes),
+            _published_peak(row),
+            "–" if row.peak_error is None else f"{row.peak_error:+.1%}",
+            "–" if speed is None or not row.predicted_fits else _number(speed),
+            _published_speed(row),
+            "–" if speed_error is None else f"{speed_error:+.0%}",
+        )
+        if not published.is_out_of_memory
+        else (
+            row.label,
+            "–" if predicted_bytes is None else format_bytes(predicted_bytes),
+            "no memory",
+            "agrees" if row.predicted_fits is False else "differs",
+            *("–",) * 3,
+        )
+    )
+
+
+def _published_peak(row: StudyRow) -> str:
+    peak_bytes = row.published.peak_device_bytes
+    return "–" if peak_bytes is None else format_bytes(peak_bytes)
+
+
+def _published_speed(row: StudyRow) -> str:
+    published = row.published
+    if published.samples_per_second is not None:
+        return _number(published.samples_per_second)
+    return "–" if published.relative_speed is None else f"{published.relative_speed:.2f} ×"
+
+
+def _small_cells(row: StudyRow) -> tuple[str, ...]:
+    assert row.small is not None
+    small, peak_bytes, accuracy = row.small, row.small.measured_peak_allocated_bytes, row.published.accuracy
+    return (
+        row.label,
+        "–" if peak_bytes is None else format_bytes(peak_bytes),
+        format_seconds(small.seconds),
+        f"{small.first_loss:.2f} → {small.last_loss:.2f}",
+        f"{small.accuracy:.1%}",
+        "–" if accuracy is None else f"{accuracy:.2%}",
+    )
+
+
+def _number(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
