@@ -11,9 +11,9 @@ from brimful.results import StudyResult, StudyRow
 from brimful.utils.quantities import format_bytes, format_seconds
 
 _HEADING = ("", "predicted", "published", "error", "samples/s", "published", "error")
-_LINE = "  {:<40}{:>10}{:>11}{:>7}{:>11}{:>11}{:>7}"
+_LINE = "  {:<39}{:>9}{:>10}{:>8}{:>10}{:>10}{:>6}"
 _SMALL_HEADING = ("", "peak", "time", "loss", "accuracy", "published")
-_SMALL_LINE = "  {:<40}{:>10}{:>8}{:>14}{:>10}{:>11}"
+_SMALL_LINE = "  {:<39}{:>10}{:>8}{:>14}{:>10}{:>11}"
 
 
 def study_report(study: StudyResult) -> Report:
