@@ -88,8 +88,8 @@ def _bert_large() -> Study:
         cases=tuple(cases),
         epochs=4,
         conclusion=(
-            "Take half precision first: it alone makes training several times faster. Accumulate and checkpoint "
-            "until the batch fits, and change the optimizer last."
+            "Take half precision first: it alone makes training several times faster. Accumulate and "
+            "checkpoint until the batch fits, and change the optimizer last."
         ),
         notes=(
             "The article's torch of 2022 kept gradients as zeros between steps and had no fused attention; "
@@ -140,8 +140,8 @@ def _xlm_r() -> Study:
         ),
         notes=(
             "The sequence length is not published: 512.",
-            "In the article the large model ran out of memory in fp32. It kept gradients as zeros between steps "
-            "and had no fused attention; predictions are for today's torch.",
+            "In the article the large model ran out of memory in fp32. Its torch kept gradients as zeros "
+            "between steps and had no fused attention; predictions are for today's.",
         ),
     )
 
