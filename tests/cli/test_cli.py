@@ -457,7 +457,7 @@ OPTIONS = {
         "--offload-parameters", "--job-calibration",
         "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
-        "--output", "--check", "--export", "--verify", "--json",
+        "--largest", "--output", "--check", "--export", "--verify", "--json",
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [

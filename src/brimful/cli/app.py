@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from brimful import __version__
+from brimful.cli.largest import largest_estimate, largest_plan, with_size_after_largest
 from brimful.cli.options import (
     MODEL_ARGUMENT,
     AsJson,
     DeviceName,
     GlobalBatch,
+    LargestSize,
     MemoryFormatName,
     MicroBatch,
     Model,
@@ -33,7 +35,6 @@ from brimful.cli.options import (
 from brimful.cli.other_names import explain
 from brimful.cli.output import (
     asked_on_command_line,
-    refuse,
     report_bad_usage,
     report_errors,
     show,
@@ -94,7 +95,7 @@ def estimate(
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="Find the largest micro-batch that fits.")] = False,
+    largest: LargestSize = None,
     allocator: Annotated[
         str,
         typer.Option(
@@ -119,31 +120,33 @@ def estimate(
     with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
-        from brimful.report import estimate_document
+        from brimful.report import estimate_document, largest_estimate_document
         from brimful.report.plans import phase_lines
 
-        job = find_job(model, options)
-        if largest:
-            refuse({"--micro-batch-size": micro_batch_size}, "--largest finds the micro-batch")
-        result = api.estimate(
-            job,
-            device,
-            micro_batch_size="largest" if largest else micro_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            precision=precision,
-            optimizer=optimizer,
-            optimizer_implementation=optimizer_implementation,
-            recompute=recompute,
-            memory_format=memory_format,
-            budget=budget,
-            allocator=allocator,
-            compare_allocators=compare_allocators,
-            evaluate=phases,
-            without=without or (),
-            save_trace=save_trace,
-        )
-        text = "\n".join([str(result), *(phase_lines(result) if phases else ())])
-        show(text, lambda: estimate_document(result), as_json)
+        source = find_source(model, options)
+        assert source is not None
+        asked: dict[str, Any] = {
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "precision": precision,
+            "optimizer": optimizer,
+            "optimizer_implementation": optimizer_implementation,
+            "recompute": recompute,
+            "memory_format": memory_format,
+            "budget": budget,
+            "allocator": allocator,
+            "compare_allocators": compare_allocators,
+            "evaluate": phases,
+            "without": without or (),
+            "save_trace": save_trace,
+        }
+        if largest is None:
+            result = api.estimate(job_of(source), device, micro_batch_size=micro_batch_size, **asked)
+            text, document = str(result), estimate_document(result)
+        else:
+            found = largest_estimate(source, largest, device, micro_batch_size, asked)
+            result, text, document = found.estimate, str(found), largest_estimate_document(found, largest)
+        text = "\n".join([text, *(phase_lines(result) if phases else ())])
+        show(text, lambda: document, as_json)
     if result.verdict is Verdict.DOES_NOT_FIT:
         raise typer.Exit(1)
 
@@ -218,6 +221,7 @@ def plan(
             help="Network bandwidth between machines in bytes per second, such as 25GB. Default: 100 Gbit/s."
         ),
     ] = None,
+    largest: LargestSize = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     check: Annotated[
         Path | None,
@@ -246,6 +250,7 @@ def plan(
         from brimful import api
         from brimful.cli.exports import export_files, write_exports
         from brimful.planner import Plan
+        from brimful.report import largest_plan_document
 
         files = export_files(export or ())
         if check is not None:
@@ -262,29 +267,27 @@ def plan(
         source = find_source(model, options)
         if source is None:
             raise UsageError("a plan needs a model; only --check FILE of a built-in one does without.")
-        job = job_of(source)
-        if global_batch_size is None:
+        asked = {"world_size": world_size, "num_nodes": num_nodes, "network": network, **arguments(planning)}
+        if largest is not None:
+            of_size = largest_plan(source, largest, device, global_batch_size, asked)
+            result, text, document = of_size.plan, str(of_size), largest_plan_document(of_size, largest)
+        elif global_batch_size is not None:
+            with busy("planning"):
+                found = api.plan(job_of(source), device, global_batch_size=global_batch_size, **asked)
+            result = replace(found, source=source)
+            text, document = str(result), result.to_json()
+        else:
             raise UsageError("say --global-batch-size, the samples in an optimizer step.")
-        with busy("planning"):
-            result = api.plan(
-                job,
-                device,
-                global_batch_size=global_batch_size,
-                world_size=world_size,
-                num_nodes=num_nodes,
-                network=network,
-                **arguments(planning),
-            )
-        result = replace(result, source=source)
+        assert result.source is not None
+        job = job_of(result.source)
         if output is not None:
             result.save(output)
         write_exports(job, result, files)
         if not verify:
-            show(result, result.to_json, as_json)
+            show(text, lambda: document, as_json)
             return
         certificate = api.verify(job, result)
-        document = result.to_json() | {"certificate": certificate.to_json()}
-        show(f"{result}\n{certificate}", lambda: document, as_json)
+        show(f"{text}\n{certificate}", lambda: document | {"certificate": certificate.to_json()}, as_json)
         if not certificate.holds:
             raise typer.Exit(1)
 
@@ -383,7 +386,7 @@ def main() -> None:
 def _exit_status() -> int:
     """Run the command that the arguments name."""
     try:
-        return app(standalone_mode=False) or 0
+        return app(with_size_after_largest(sys.argv[1:]), standalone_mode=False) or 0
     except typer.Abort:
         return 1
     except Exception as error:

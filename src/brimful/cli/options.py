@@ -149,6 +149,15 @@ SplitBatchNorm = Annotated[
         help=_PLAN_HELP["split_batch_norm"],
     ),
 ]
+LargestSize = Annotated[
+    str | None,
+    typer.Option(
+        "--largest",
+        metavar="SIZE",
+        help="Find the largest batch, seq-len, image-size, layers or hidden that fits, and its step. Default "
+        "SIZE: batch.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 

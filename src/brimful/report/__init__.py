@@ -2,6 +2,7 @@
 
 from brimful.report.calibration import calibration_document, calibration_text
 from brimful.report.documents import error_document, estimate_document, gpus_document
+from brimful.report.largest import largest_estimate_document, largest_plan_document
 from brimful.report.text import html_of, text_of
 from brimful.report.training import training_document, training_text
 
@@ -12,6 +13,8 @@ __all__ = [
     "estimate_document",
     "gpus_document",
     "html_of",
+    "largest_estimate_document",
+    "largest_plan_document",
     "text_of",
     "training_document",
     "training_text",
