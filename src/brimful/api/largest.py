@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from brimful.api.estimates import estimate
 from brimful.api.plans import planned, smallest_step
@@ -23,7 +23,9 @@ from brimful.planner import (
     Tried,
     find_largest,
     tried_estimate,
+    tried_plan,
     tried_step,
+    tried_without_plan,
 )
 from brimful.prediction import Estimate
 from brimful.prediction.estimator import MOST_SAMPLES
@@ -36,6 +38,7 @@ MakeJob = Callable[[int], Job]
 
 _OF_THE_RESULT = ("compare_allocators", "save_trace")
 """Options of an estimate that only the result is asked."""
+_WITHOUT = "`brimful plan` of it, without --largest, says what would."
 
 
 @undisturbed()
@@ -126,8 +129,8 @@ def largest_plan(
 ) -> LargestPlan:
     """Find the largest size of a job with which a plan exists, as safe as `max_exceedance` asks for.
 
-    Of most sizes that are tried only the smallest step is sought; the largest is planned, and so is the next.
-    Beside it is the largest size without a plan: everything kept, the whole batch in one micro-batch. Job
+    Of the first sizes that are tried only the smallest step is sought; the largest is planned, and so is the
+    next. Beside it is the largest size without a plan: everything kept, the whole batch in one micro-batch. Job
     calibrations are not used, as each is of one size.
 
     Args:
@@ -177,74 +180,39 @@ def largest_plan(
                 return Tried.refused(str(error))
         return tried_step(least, request, f"{value:,}")
 
-    def plan_of(value: int, *, suggests: bool) -> Plan:
+    def plan_of(value: int) -> Tried[Plan]:
         of_size, batch = request_of(value)
         with reporting_part(f"{option} {value:,}"):
-            return planned(
-                *(job_of(value), device, of_size, check_planned_split),
-                global_batch_size=batch,
-                suggests=suggests,
-                **ranks,
-            )
+            try:
+                plan = planned(
+                    *(job_of(value), device, of_size, check_planned_split),
+                    global_batch_size=batch,
+                    suggests=False,
+                    **ranks,
+                )
+            except InfeasibleError as error:
+                return tried_without_plan(error, f"{value:,}")
+        return tried_plan(plan, f"{value:,}")
 
     refusal = _refusal_of(job_of)
-    size = find_largest(predict, refusal=refusal, step=step, start=start)
-    _check_fits(job_of, size, option, "`brimful plan` of it, without --largest, says what would.")
-    size, found = _largest_planned(size, plan_of, predict, refusal, step)
+    expected = find_largest(predict, refusal=refusal, step=step, start=start)
+    _check_fits(job_of, expected, option, _WITHOUT)
+    size = find_largest(plan_of, refusal=refusal, step=step, start=expected.value)
+    _check_fits(job_of, size, option, _WITHOUT)
+    found = size.result
+    assert found is not None
     plain = partial(_kept, job_of, device, option, found, has_batch=global_batch_size is None)
     kept = find_largest(plain, step=step, start=size.value, most=size.value // step)
     at_plan = kept.tried[size.value].result
     assert at_plan is not None
     return LargestPlan(
         option=option,
-        size=size,
+        size=replace(size, tried={**expected.tried, **size.tried}),
         plan=found,
         kept=at_plan,
         without_plan=_of_kept(job_of, kept, option),
         tokens_per_sample=_tokens_of(job_of(size.value)),
     )
-
-
-class _PlanOf(Protocol):
-    def __call__(self, value: int, *, suggests: bool) -> Plan:
-        """The plan of a size."""
-
-
-def _largest_planned(
-    size: Largest[Estimate],
-    plan_of: _PlanOf,
-    predict: Callable[[int], Tried[Estimate]],
-    refusal: Callable[[int], str | None],
-    step: int,
-) -> tuple[Largest[Estimate], Plan]:
-    """The size with its plan, or larger ones as long as their plans are as safe as was asked for.
-
-    The search for a plan may find what takes less than the smallest step that was expected.
-    """
-    plan = plan_of(size.value, suggests=True)
-    while size.limited_by is Limit.MEMORY and (larger := _safe_plan(plan_of, size.next_value)) is not None:
-        plan, beyond = larger, size.next_value + step
-        refused = refusal(beyond)
-        tried = {} if refused is not None else {beyond: predict(beyond)}
-        size = replace(
-            size,
-            value=size.next_value,
-            next_value=beyond,
-            limited_by=Limit.MEMORY if refused is None else Limit.MODEL,
-            reason=tried[beyond].why if refused is None else refused,
-            tried={**size.tried, **tried},
-        )
-    return size, plan
-
-
-def _safe_plan(plan_of: _PlanOf, value: int) -> Plan | None:
-    """The plan of a size if there is one as safe as was asked for."""
-    try:
-        plan = plan_of(value, suggests=False)
-    except InfeasibleError:
-        return None
-    chance = plan.predicted_exceedance_probability
-    return plan if chance is not None and chance <= plan.asked.max_exceedance else None
 
 
 def _of_kept(job_of: MakeJob, kept: Largest[Estimate], option: str) -> LargestEstimate | None:

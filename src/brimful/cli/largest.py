@@ -19,7 +19,7 @@ _BARE = "batch"
 def with_size_after_largest(arguments: Sequence[str]) -> list[str]:
     """The arguments of a command, where `--largest` without a size asks for the largest batch.
 
-    Typer has no options whose value may be left out.
+    Typer has no options whose value is optional.
     """
     completed: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):

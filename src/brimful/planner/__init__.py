@@ -18,7 +18,9 @@ from brimful.planner.largest import (
     Tried,
     find_largest,
     tried_estimate,
+    tried_plan,
     tried_step,
+    tried_without_plan,
 )
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
@@ -53,7 +55,9 @@ __all__ = [
     "settings_of",
     "survey_gpus",
     "tried_estimate",
+    "tried_plan",
     "tried_step",
+    "tried_without_plan",
     "what_an_estimate_lacks",
     "what_splitting_changes",
 ]

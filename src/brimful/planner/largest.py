@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from brimful.errors import InfeasibleError
 from brimful.planner.headroom import limit_of
 from brimful.planner.plan import Plan
 from brimful.planner.request import Request
@@ -50,21 +51,23 @@ class Tried(Generic[Result]):
 
     fits: bool
     needed_bytes: float | None
-    """None if the model does not take the size."""
+    """None if that is not known."""
     permitted_bytes: int
     why: str
     """What is predicted, or why the model does not take it."""
     result: Result | None = None
+    is_refused: bool = False
+    """Whether the model does not take the size."""
 
     @property
     def load(self) -> float | None:
-        """The memory that it needs over what is permitted; None if the model does not take it."""
+        """The memory that it needs over what is permitted; None if that is not known."""
         return None if self.needed_bytes is None else self.needed_bytes / self.permitted_bytes
 
     @classmethod
     def refused(cls, why: str) -> Tried[Result]:
         """A size that the model does not take."""
-        return cls(fits=False, needed_bytes=None, permitted_bytes=0, why=why)
+        return cls(fits=False, needed_bytes=None, permitted_bytes=0, why=why, is_refused=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class Largest(Generic[Result]):
     reason: str
     result: Result | None
     """What was predicted of the largest size; None if nothing fits."""
-    tried: Mapping[int, Tried[Result]]
+    tried: Mapping[int, Tried[Any]]
     """All that was predicted, by size, in the order of the search."""
 
 
@@ -115,7 +118,7 @@ def find_largest(
         low, high = (count, high) if now.fits else (low, count)
         guess = _where_full({size // step: each.load for size, each in tried.items()})
         if high > last:  # all that were tried fit
-            count = min(max(guess or 2 * low, low + growth), _MOST_GROWTH * low, last)
+            count = min(max(guess or 0, low + growth), _MOST_GROWTH * low, last)
             growth = 1 if count > low + growth else 2 * growth
             continue
         slow = slow + 1 if 2 * (high - low) > width else 0
@@ -139,7 +142,7 @@ def _found(
 ) -> Largest[Result]:
     best, beyond = tried.get(value), tried.get(next_value)
     if beyond is not None:
-        limit, reason = (Limit.MODEL if beyond.load is None else Limit.MEMORY), beyond.why
+        limit, reason = (Limit.MODEL if beyond.is_refused else Limit.MEMORY), beyond.why
     elif (refused := refusal(next_value)) is not None:
         limit, reason = Limit.MODEL, refused
     else:
@@ -194,9 +197,9 @@ class LargestPlan(PrintedResult):
 
     option: str
     """What the size is of, such as "num_hidden_layers"."""
-    size: Largest[Estimate]
-    """With the smallest step of each size, which says whether a plan exists."""
+    size: Largest[Plan]
     plan: Plan
+    """Without suggestions, which `brimful.plan` has."""
     kept: Estimate
     """The same size, nothing recomputed and the whole batch at once, as if that fitted."""
     without_plan: LargestEstimate | None
@@ -208,7 +211,7 @@ class LargestPlan(PrintedResult):
 def tried_estimate(estimate: Estimate, shown: str) -> Tried[Estimate]:
     """What an estimate says of a size, which `shown` names: it fits with the upper end of its interval."""
     most_bytes = estimate.predicted_device_interval_bytes[1]
-    why = f"{shown} may take {_of_permitted(most_bytes, estimate.capacity_bytes)}"
+    why = f"{shown} may take up to {_of_permitted(most_bytes, estimate.capacity_bytes)}"
     if most_bytes <= estimate.capacity_bytes:
         why = f"{shown} fits only where the allocator frees its cache in each step, which is slow"
     return Tried(
@@ -228,12 +231,37 @@ def tried_step(step: Estimate, request: Request, shown: str) -> Tried[Estimate]:
         fits=needed_bytes <= limit_bytes,
         needed_bytes=needed_bytes,
         permitted_bytes=limit_bytes,
-        why=f"{shown} may take {_of_permitted(needed_bytes, limit_bytes)}, in the smallest step found "
+        why=f"{shown} may take up to {_of_permitted(needed_bytes, limit_bytes)}, in the smallest step found "
         f"({step.settings.describe()})",
         result=step,
     )
 
 
+def tried_plan(plan: Plan, shown: str) -> Tried[Plan]:
+    """A plan of a size, which `shown` names: it fits if it is as safe as was asked for."""
+    chance, asked = plan.predicted_exceedance_probability or 0.0, plan.asked.max_exceedance
+    budget = format_bytes(plan.budget_bytes)
+    return Tried(
+        fits=chance <= asked,
+        needed_bytes=None,
+        permitted_bytes=plan.budget_bytes,
+        why=f"the safest plan of {shown} exceeds {budget} with a probability of {chance:.2g}; {asked:.2g} is "
+        "permitted",
+        result=plan,
+    )
+
+
+def tried_without_plan(error: InfeasibleError, shown: str) -> Tried[Plan]:
+    """A size, which `shown` names, of which no plan fits."""
+    why = f"{shown} takes {_of_permitted(error.smallest_peak_bytes, error.budget_bytes)}, in the smallest plan"
+    return Tried(
+        fits=False,
+        needed_bytes=error.smallest_peak_bytes,
+        permitted_bytes=error.budget_bytes,
+        why=why,
+    )
+
+
 def _of_permitted(needed_bytes: int, permitted_bytes: int) -> str:
     too_much = f", {format_bytes(needed_bytes - permitted_bytes)} too much" * (needed_bytes > permitted_bytes)
-    return f"up to {format_bytes(needed_bytes)} of {format_bytes(permitted_bytes)}{too_much}"
+    return f"{format_bytes(needed_bytes)} of {format_bytes(permitted_bytes)}{too_much}"
