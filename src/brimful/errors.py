@@ -5,6 +5,7 @@
     - CallError (also TypeError)       a call with arguments that the function does not take
     - SizeError                        text that is not a valid size
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
+    - MultipleError                    an option of a model that is not a multiple of a number
     - BatchError                       a batch that cannot be split or resized
     - LossError                        a loss that is not a scalar or has no gradient
     - RunDirectoryError                the run directory cannot be used
@@ -87,6 +88,19 @@ class UnknownNameError(UsageError):
         said = f"Nearest: {', '.join(nearest)}." if nearest and not few else f"Known: {shown}."
         super().__init__(f"unknown {kind} {name!r}. {said}" + (f" {hint}" if hint else ""))
         self.nearest = tuple(nearest)
+
+
+class MultipleError(UsageError):
+    """An option of a model that is not a multiple of a number.
+
+    Args:
+        message: The model, the option and the nearest valid value.
+        divisor: The number.
+    """
+
+    def __init__(self, message: str, divisor: int) -> None:
+        super().__init__(message)
+        self.divisor = divisor
 
 
 class BatchError(UsageError):

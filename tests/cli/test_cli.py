@@ -586,7 +586,7 @@ OPTIONS = {
         "--offload-parameters", "--job-calibration",
         "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
-        "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
+        "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +66,28 @@ def job() -> bf.Job:
 
 
 def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
+    from brimful.api import largest, largest_plan
     from brimful.codec import to_json_document
-    from brimful.report import error_document, estimate_document, gpus_document
+    from brimful.report import (
+        error_document,
+        estimate_document,
+        gpus_document,
+        largest_estimate_document,
+        largest_plan_document,
+    )
 
     estimate = bf.estimate(job, "T4", micro_batch_size=8)
-    assert keys("brimful estimate") == [set(estimate_document(estimate))]
+    sized = of_size_1(job)
+    of_largest = largest_estimate_document(largest(sized, "T4"), "layers")["largest_value"]
+    assert keys("brimful estimate") == [set(estimate_document(estimate)), set(of_largest)]
     document = gpus_document("job", 8, bf.gpus(job, global_batch_size=8, devices=["T4"]))
     of_gpu = document["gpus"][0]
     assert keys("brimful gpus") == [set(document), set(of_gpu), set(of_gpu["usual"])]
     plan = bf.plan(job, "T4", global_batch_size=8)
-    assert keys("brimful plan") == [set(plan.to_json())]
+    planned = largest_plan_document(largest_plan(sized, "T4", global_batch_size=8), "layers")["largest_value"]
+    of_plan, beyond_estimate = keys("brimful plan")
+    assert of_plan == set(plan.to_json())
+    assert beyond_estimate == set(planned) - set(of_largest)
     assert keys("brimful plan --check") == [set(plan.check(job).to_json())]
     (settings,) = keys("Settings")
     assert settings == set(to_json_document(plan.settings))
@@ -83,6 +95,17 @@ def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
         bf.plan(job, "T4", global_batch_size=8, budget="1MiB")
     always, infeasible = keys("Errors")
     assert set(error_document(failed.value)) == always | infeasible
+
+
+def of_size_1(job: bf.Job) -> Callable[[int], bf.Job]:
+    """What makes a job of one size only."""
+
+    def sized(size: int) -> bf.Job:
+        if size > 1:
+            raise ValueError(f"at most 1, not {size}")
+        return job
+
+    return sized
 
 
 def test_the_keys_of_runs_are_described(job: bf.Job) -> None:

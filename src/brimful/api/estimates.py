@@ -76,6 +76,7 @@ def estimate(
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
     evaluate: bool = False,
+    suggest: bool = True,
     without: Collection[str] = (),
     save_trace: str | Path | None = None,
 ) -> Estimate:
@@ -107,6 +108,7 @@ def estimate(
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also predict the same step under other allocator settings.
         evaluate: Also predict the evaluation of one micro-batch after a step.
+        suggest: Where the step does not fit, list changes with which it would, which takes several captures.
         without: Names of corrections to disable, to see what they change.
         save_trace: Write the predicted steps to this file; see `Trace.save`.
 
@@ -155,6 +157,7 @@ def estimate(
         capacity_bytes=capacity_bytes,
         allocator=of_allocator,
         evaluates=evaluate,
+        suggests=suggest,
         without=tuple(without),
     )
     if micro_batch_size == "largest":
@@ -180,6 +183,7 @@ class _Question:
     capacity_bytes: int | None
     allocator: AllocatorSettings
     evaluates: bool
+    suggests: bool
     without: tuple[str, ...]
     notes: tuple[str, ...] = ()
     """Notes of the memory formats."""
@@ -201,7 +205,8 @@ class _Question:
             compares_allocators=compares_allocators,
         )
         is_usual = self.allocator == AllocatorSettings.of(settings) and not (self.evaluates or self.without)
-        if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_usual:
+        is_asked = self.suggests and is_usual
+        if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_asked:
             found = replace(found, suggestions=_suggested(longest.job, self.device, trace, found))
         return replace(found, at_sizes=AtSizes(decided.estimator)), trace
 
@@ -446,7 +451,7 @@ _USUAL_SAMPLES = 32
 
 _SIZE_NOTE = (
     "The micro-batch is 1 sample, as no size is given: micro_batch_size=… (--micro-batch-size). "
-    'micro_batch_size="largest" (--largest) finds the largest that fits.'
+    'micro_batch_size="largest" (--largest batch) finds the largest that fits.'
 )
 
 

@@ -11,6 +11,7 @@ from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.codec import PositiveInt
+from brimful.devices import Device
 from brimful.errors import UsageError
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.random_state import undisturbed
@@ -22,13 +23,15 @@ from brimful.planner import (
     Plan,
     PlanCheck,
     check_trace,
+    least_step,
     search_calibrated,
 )
 from brimful.planner.plan import NOT_SURE
 from brimful.planner.request import Request
+from brimful.prediction import Estimate
 from brimful.prediction.growth import growth_notes, keeps_memory
 from brimful.profiling import check_planned_split
-from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
+from brimful.profiling.free_memory import DeviceMemory, explains_memory, memory_here, memory_notes
 from brimful.profiling.job_calibrations import JobKind, has_job_calibrations, kept_job_calibration
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.requests import request_of, with_budget
@@ -83,7 +86,7 @@ def plan(
         CaptureError: The step cannot be run on fake tensors.
         EquivalenceError: The plan splits the batch, and the loss is not a mean over samples; see `Job.count`.
     """
-    return _planned(
+    return planned(
         job,
         device,
         PlanOptions.of(options),
@@ -121,10 +124,10 @@ def plan_of_trainer(
         The plan.
     """
     asked = PlanOptions.of(options)
-    return _planned(job, device, asked, check, global_batch_size=global_batch_size, world_size=world_size)
+    return planned(job, device, asked, check, global_batch_size=global_batch_size, world_size=world_size)
 
 
-def _planned(
+def planned(
     job: Job,
     device: DeviceLike,
     asked: PlanOptions,
@@ -134,28 +137,29 @@ def _planned(
     world_size: int,
     num_nodes: int = 1,
     network: str | float | None = None,
+    suggests: bool = True,
 ) -> Plan:
-    target, is_here = resolve_device(device), is_of_this_machine(device)
+    """The plan of `plan`, with the options in a record; `check` is as for `plan_of_trainer`.
+
+    Without `suggests` neither the plan nor an InfeasibleError has suggestions, which take captures.
+    """
+    is_here = is_of_this_machine(device)
     longest = with_longest_batch(job, max(global_batch_size // world_size, 1))
     job = longest.job
-    if network is not None:
-        target = replace(target, network_bytes_per_second=parse_bytes(network))
-    request = request_of(
+    request, target, memory = _requested(
         job,
-        target,
+        device,
         asked,
         global_batch_size=global_batch_size,
         world_size=world_size,
         num_nodes=num_nodes,
-        is_here=is_here,
+        network=network,
     )
-    memory = memory_here(job, device, ranks_of_machine=world_size // num_nodes)
-    if memory is not None and asked.budget is None:
-        request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
         request = with_budget(request, capture)
         calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
-        found = search_calibrated(capture, request, calibration, JobChanges(job, target, capture))
+        job_changes = JobChanges(job, target, capture) if suggests else None
+        found = search_calibrated(capture, request, calibration, job_changes)
         is_mean = check(job, found.settings, capture(request.baseline_settings()))
         kind = _kind(job, request, found.settings, capture).key if is_here else None
         growth: tuple[str, ...] = ()
@@ -172,6 +176,61 @@ def _planned(
         sample_sizes=longest.sizes,
         tokens_per_sample=longest.tokens_per_sample,
     )
+
+
+def smallest_step(
+    job: Job,
+    device: DeviceLike,
+    asked: PlanOptions,
+    *,
+    global_batch_size: int,
+    world_size: int,
+    num_nodes: int,
+    network: str | float | None,
+) -> tuple[Estimate, Request]:
+    """The step that takes least of all that a plan may choose, and the request; arguments as for `plan`."""
+    job = with_longest_batch(job, max(global_batch_size // world_size, 1)).job
+    request, target, memory = _requested(
+        job,
+        device,
+        asked,
+        global_batch_size=global_batch_size,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        network=network,
+    )
+    with CachedCapture(job, target) as capture, explains_memory(memory):
+        request = with_budget(request, capture)
+        return least_step(capture, request), request
+
+
+def _requested(
+    job: Job,
+    device: DeviceLike,
+    asked: PlanOptions,
+    *,
+    global_batch_size: int,
+    world_size: int,
+    num_nodes: int,
+    network: str | float | None,
+) -> tuple[Request, Device, DeviceMemory | None]:
+    """The request without its budget, the device, and its free memory if it is in this machine."""
+    target = resolve_device(device)
+    if network is not None:
+        target = replace(target, network_bytes_per_second=parse_bytes(network))
+    request = request_of(
+        job,
+        target,
+        asked,
+        global_batch_size=global_batch_size,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        is_here=is_of_this_machine(device),
+    )
+    memory = memory_here(job, device, ranks_of_machine=world_size // num_nodes)
+    if memory is not None and asked.budget is None:
+        request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
+    return request, target, memory
 
 
 def _kind(job: Job, request: Request, settings: Settings, capture: CachedCapture) -> JobKind:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from brimful import __version__
+from brimful.cli.largest import largest_estimate, largest_plan, with_size_after_largest
 from brimful.cli.options import (
     MODEL_ARGUMENT,
     AsJson,
     DeviceName,
     GlobalBatch,
+    LargestSize,
     MemoryFormatName,
     MicroBatch,
     Model,
@@ -98,7 +100,7 @@ def estimate(
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
     ] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="Find the largest micro-batch that fits.")] = False,
+    largest: LargestSize = None,
     allocator: Annotated[
         str,
         typer.Option(
@@ -124,31 +126,33 @@ def estimate(
     with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
-        from brimful.report import estimate_document, whole_run_document
+        from brimful.report import estimate_document, largest_estimate_document, whole_run_document
         from brimful.report.plans import phase_lines
 
         predict_run = run_asked_for(length, prices, device)
-        job = find_job(model, options)
-        if largest:
-            refuse({"--micro-batch-size": micro_batch_size}, "--largest finds the micro-batch")
-        result = api.estimate(
-            job,
-            device,
-            micro_batch_size="largest" if largest else micro_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            precision=precision,
-            optimizer=optimizer,
-            optimizer_implementation=optimizer_implementation,
-            recompute=recompute,
-            memory_format=memory_format,
-            budget=budget,
-            allocator=allocator,
-            compare_allocators=compare_allocators,
-            evaluate=phases,
-            without=without or (),
-            save_trace=save_trace,
-        )
-        lines, document = [str(result), *(phase_lines(result) if phases else ())], estimate_document(result)
+        source = find_source(model, options)
+        assert source is not None
+        asked: dict[str, Any] = {
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "precision": precision,
+            "optimizer": optimizer,
+            "optimizer_implementation": optimizer_implementation,
+            "recompute": recompute,
+            "memory_format": memory_format,
+            "budget": budget,
+            "allocator": allocator,
+            "compare_allocators": compare_allocators,
+            "evaluate": phases,
+            "without": without or (),
+            "save_trace": save_trace,
+        }
+        if largest is None:
+            result = api.estimate(job_of(source), device, micro_batch_size=micro_batch_size, **asked)
+            text, document = str(result), estimate_document(result)
+        else:
+            found = largest_estimate(source, largest, device, micro_batch_size, asked)
+            result, text, document = found.estimate, str(found), largest_estimate_document(found, largest)
+        lines = [text, *(phase_lines(result) if phases else ())]
         if predict_run is not None:
             run = None if result.verdict is Verdict.DOES_NOT_FIT else predict_run(result)
             lines.append("  run: not predicted, as the step does not fit" if run is None else str(run))
@@ -234,6 +238,7 @@ def plan(
             help="Network bandwidth between machines in bytes per second, such as 25GB. Default: 100 Gbit/s."
         ),
     ] = None,
+    largest: LargestSize = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     check: Annotated[
         Path | None,
@@ -267,7 +272,12 @@ def plan(
         from brimful import api
         from brimful.cli.exports import export_files, write_exports
         from brimful.planner import Plan
-        from brimful.report import differences_document, differences_report, whole_run_document
+        from brimful.report import (
+            differences_document,
+            differences_report,
+            largest_plan_document,
+            whole_run_document,
+        )
         from brimful.report.layout import as_text
 
         files = export_files(export or ())
@@ -293,25 +303,24 @@ def plan(
         source = find_source(model, options)
         if source is None:
             raise UsageError("a plan needs a model; only --check FILE of a built-in one does without.")
-        job = job_of(source)
-        if global_batch_size is None:
-            raise UsageError("say --global-batch-size, the samples in an optimizer step.")
         predict_run = run_asked_for(length, prices, device)
-        with busy("planning"):
-            result = api.plan(
-                job,
-                device,
-                global_batch_size=global_batch_size,
-                world_size=world_size,
-                num_nodes=num_nodes,
-                network=network,
-                **arguments(planning),
-            )
-        result = replace(result, source=source)
+        asked = {"world_size": world_size, "num_nodes": num_nodes, "network": network, **arguments(planning)}
+        if largest is not None:
+            of_size = largest_plan(source, largest, device, global_batch_size, asked)
+            result, text, document = of_size.plan, str(of_size), largest_plan_document(of_size, largest)
+        elif global_batch_size is not None:
+            with busy("planning"):
+                found = api.plan(job_of(source), device, global_batch_size=global_batch_size, **asked)
+            result = replace(found, source=source)
+            text, document = str(result), result.to_json()
+        else:
+            raise UsageError("say --global-batch-size, the samples in an optimizer step.")
+        assert result.source is not None
+        job = job_of(result.source)
         if output is not None:
             result.save(output)
         write_exports(job, result, files)
-        shown, document = [str(result)], result.to_json()
+        shown = [text]
         if predict_run is not None:
             run = predict_run(result)
             shown.append(str(run))
@@ -510,7 +519,7 @@ def main() -> None:
 def _exit_status() -> int:
     """Run the command that the arguments name."""
     try:
-        return app(standalone_mode=False) or 0
+        return app(with_size_after_largest(sys.argv[1:]), standalone_mode=False) or 0
     except typer.Abort:
         return 1
     except Exception as error:

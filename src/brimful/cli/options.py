@@ -157,6 +157,15 @@ RunPrices = Annotated[
         "price_per_hour, or a JSON object.",
     ),
 ]
+LargestSize = Annotated[
+    str | None,
+    typer.Option(
+        "--largest",
+        metavar="SIZE",
+        help="Find the largest batch, seq-len, image-size, layers or hidden that fits, and its step. Default "
+        "SIZE: batch.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from brimful.errors import UsageError
+from brimful.errors import MultipleError, UsageError
 
 
 def check_range(model: str, option: str, value: Any, least: int, most: int | None = None) -> None:
@@ -22,12 +22,13 @@ def check_range(model: str, option: str, value: Any, least: int, most: int | Non
 def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
     """Refuse an option that is not a positive multiple of a number.
 
-    The UsageError names the model, the option and the nearest valid value.
+    The `MultipleError` names the model, the option and the nearest valid value.
     """
     check_range(model, option, value, divisor)
     if value % divisor:
         nearest = round(value / divisor) * divisor
-        raise UsageError(f"{model} takes a multiple of {divisor} as {option}, not {value}; {nearest} would do.")
+        message = f"{model} takes a multiple of {divisor} as {option}, not {value}; {nearest} would do."
+        raise MultipleError(message, divisor)
 
 
 _MOST_IN_A_FILE = 2**31

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from brimful.errors import UsageError
 from brimful.job import Batch, Job
-from brimful.models.checks import checked_size
+from brimful.models.checks import check_multiple, checked_size
 
 # B samples, C channels, H height, W width, T tokens of the text, D its width
 
@@ -46,8 +46,7 @@ def diffusion_job(name: str, config: Mapping[str, Any]) -> Callable[..., Job]:
             _size(name, config, "cross_attention_dim", 1280),
         )
         made = _size(name, config, "out_channels", 4)
-        if size % (8 * _PIXELS_OF_LATENT):
-            raise UsageError(f"image_size is {size}; {name} takes multiples of {8 * _PIXELS_OF_LATENT}.")
+        check_multiple(name, "image_size", size, 8 * _PIXELS_OF_LATENT)
 
         def build() -> nn.Module:
             try:

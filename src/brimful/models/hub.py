@@ -26,6 +26,7 @@ from brimful.errors import UsageError
 from brimful.job import Batch, Job
 from brimful.models.checks import check_range, checked_size
 from brimful.models.huggingface import attention, own_loss
+from brimful.models.resized import resized
 from brimful.utils.files import is_directory, is_file
 
 # B samples, T tokens, C channels, H height, W width, M mel bins
@@ -187,8 +188,6 @@ def _built(
         transformers = _transformers(name)
         given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
         given |= {key: value for key, value in changes.items() if value is not None}
-        if isinstance(given.get("layer_types"), list):  # one for each layer
-            given["layer_types"] = given["layer_types"][: given.get("num_hidden_layers")]
         made = transformers.AutoConfig.for_model(**{**given, "use_cache": False})
         window = getattr(made, "sliding_window", None)
         is_causal = _is_causal(architecture)
@@ -259,6 +258,7 @@ def _of_tokens(kind: str) -> Callable[[str, str, dict[str, Any]], Callable[..., 
             *,
             sequence_length: int | None = None,
             num_hidden_layers: int | None = None,
+            hidden_size: int | None = None,
             num_labels: int | None = None,
         ) -> Job:
             full = _full_config(name, config)
@@ -266,8 +266,7 @@ def _of_tokens(kind: str) -> Callable[[str, str, dict[str, Any]], Callable[..., 
             most = _positions(full, usual)
             tokens = min(usual, most) if sequence_length is None else sequence_length
             check_range(name, "sequence_length", tokens, 2, most)
-            if num_hidden_layers is not None:
-                check_range(name, "num_hidden_layers", num_hidden_layers, 1)
+            resizing = resized(name, full, num_hidden_layers=num_hidden_layers, hidden_size=hidden_size)
             words = _size(name, full, "vocab_size")
             padding = full.pad_token_id if isinstance(full.pad_token_id, int) else 0
             first = min(max(padding, 0) + 1, words - 1) if kind != "causal" else 0
@@ -277,7 +276,7 @@ def _of_tokens(kind: str) -> Callable[[str, str, dict[str, Any]], Callable[..., 
                 architecture,
                 config,
                 tokens=tokens,
-                num_hidden_layers=num_hidden_layers,
+                **resizing,
                 num_labels=labels if kind == "classes" else None,
                 problem_type="single_label_classification" if kind == "classes" else None,
                 pad_token_id=padding if kind == "classes" else None,
@@ -360,13 +359,21 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
 
 
 def _image_classification(name: str, architecture: str, config: dict[str, Any]) -> Callable[..., Job]:
-    def make(*, image_size: int | None = None, num_classes: int | None = None) -> Job:
+    def make(
+        *,
+        image_size: int | None = None,
+        num_hidden_layers: int | None = None,
+        hidden_size: int | None = None,
+        num_classes: int | None = None,
+    ) -> Job:
         full = _full_config(name, config)
+        resizing = resized(name, full, num_hidden_layers=num_hidden_layers, hidden_size=hidden_size)
         pixels = image_size or _size(name, full, "image_size", 224)
         check_range(name, "image_size", pixels, 32)
         classes = num_classes or _size(name, full, "num_labels")
         has_size = hasattr(full, "image_size")
-        build = _built(name, architecture, config, num_labels=classes, image_size=pixels if has_size else None)
+        sized = pixels if has_size else None
+        build = _built(name, architecture, config, num_labels=classes, image_size=sized, **resizing)
         channels = _size(name, full, "num_channels", 3)
 
         def samples(count: int) -> Batch:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from brimful.errors import UsageError
+from brimful.models.resized import resized
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +25,10 @@ class Published:
     """Every hyper-parameter that sizes a tensor or changes an operation, by transformers' name."""
     causal: bool = False
     """Whether a token attends to those before it only."""
+
+    def resized(self, name: str, **sizes: int | None) -> dict[str, Any]:
+        """What changes in the configuration with another number of layers or width; see `resized`."""
+        return resized(name, SimpleNamespace(**self.config), **sizes)
 
 
 def build_model(name: str, published: Published, *, without: tuple[str, ...] = (), **changes: Any) -> nn.Module:

@@ -59,13 +59,19 @@ def find_architecture(name: str, /, **options: Any) -> Job:
         UsageError: The architecture does not have an option, or does not accept its value; its configuration
             cannot be had; its library is not installed.
     """
+    factory = _architecture(name)
+    variant = {option: options.pop(option, None) for option in VARIANT_OPTIONS}
+    _check_options(name, factory, options)
+    return with_variant(factory(**options), **variant)
+
+
+def _architecture(name: str) -> Callable[..., Job]:
+    """What makes the job of an architecture from its options."""
     factory = _ARCHITECTURES.get(name) or hub_job(name)
     if factory is None:
         short = [known.rpartition("/")[2] for known in known_models()]
         raise UnknownNameError("model", name, [*_ARCHITECTURES, *short], hint=_FORMS)
-    variant = {option: options.pop(option, None) for option in VARIANT_OPTIONS}
-    _check_options(name, factory, options)
-    return with_variant(factory(**options), **variant)
+    return factory
 
 
 def resolve_job(text: str, /, **options: Any) -> Job:
@@ -85,6 +91,24 @@ def resolve_job(text: str, /, **options: Any) -> Job:
         UsageError: The module or file does not exist, the factory does not take the options, or it returns
             something other than a Job.
     """
+    place = _place(text)
+    if place is None:
+        return find_architecture(text, **options)
+    factory = _find_factory(*place)
+    own = _named_parameters(factory)
+    variant = {name: None if name in own else options.pop(name, None) for name in VARIANT_OPTIONS}
+    job = with_variant(_call_factory(text, factory, options), **variant)
+    return replace(job, name=place[1]) if job.name == DEFAULT_NAME else job
+
+
+def option_names(text: str) -> Collection[str]:
+    """The options of the model that `text` names, as for `resolve_job`."""
+    place = _place(text)
+    return _named_parameters(_architecture(text) if place is None else _find_factory(*place))
+
+
+def _place(text: str) -> tuple[str, str] | None:
+    """The module or file that `text` names, and the name in it; None if it names an architecture."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UsageError(
             f"{text!r} has bytes that are not UTF-8, so no plan could name it. Rename it, "
@@ -98,15 +122,10 @@ def resolve_job(text: str, /, **options: Any) -> Job:
             f"{text}:{_factory_in(text)}"
         )
     if not colon:
-        return find_architecture(text, **options)
+        return None
     if not target or not attribute:
         raise UsageError(f"{text!r} names no model. {_FORMS}")
-    module = _load_file(Path(target)) if target.endswith(".py") else _import_module(target)
-    factory = _find_factory(module, target, attribute)
-    own = _named_parameters(factory)
-    variant = {name: None if name in own else options.pop(name, None) for name in VARIANT_OPTIONS}
-    job = with_variant(_call_factory(text, factory, options), **variant)
-    return replace(job, name=attribute) if job.name == DEFAULT_NAME else job
+    return target, attribute
 
 
 def _named_parameters(factory: Any) -> Collection[str]:
@@ -197,7 +216,8 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _find_factory(module: ModuleType, target: str, attribute: str) -> Any:
+def _find_factory(target: str, attribute: str) -> Any:
+    module = _load_file(Path(target)) if target.endswith(".py") else _import_module(target)
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -3,10 +3,11 @@
 | names | task | options |
 |---|---|---|
 | `bert-base`, `bert-large`, `xlm-roberta-base`, `xlm-roberta-large` | sequence classification | \
-`sequence_length` 512, `num_labels` 2, `num_hidden_layers`, `vocab_size`, `pad_token_id` |
+`sequence_length` 512, `num_labels` 2, `num_hidden_layers`, `hidden_size`, `vocab_size`, `pad_token_id` |
 | `gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` | next token | `sequence_length` 1024, `num_hidden_layers`, \
-`vocab_size` |
-| `llama-3.2-1b`, `llama-3-8b` | next token | `sequence_length` 2048, `num_hidden_layers`, `vocab_size` |
+`hidden_size`, `vocab_size` |
+| `llama-3.2-1b`, `llama-3-8b` | next token | `sequence_length` 2048, `num_hidden_layers`, \
+`hidden_size`, `vocab_size` |
 
 A batch is `input_ids` and `labels`; its sequences are full, without padding or a mask. The loss is the
 model's own and the optimizer AdamW. All others are as published unless given.
@@ -169,24 +170,25 @@ def _classifier_job(
     sequence_length: int = 512,
     num_labels: int = 2,
     num_hidden_layers: int | None = None,
+    hidden_size: int | None = None,
     vocab_size: int | None = None,
     pad_token_id: int | None = None,
 ) -> Job:
     check_range(name, "sequence_length", sequence_length, 1, _MOST_TOKENS)
     check_range(name, "num_labels", num_labels, 2)
-    if num_hidden_layers is not None:
-        check_range(name, "num_hidden_layers", num_hidden_layers, 1)
     # ids from behind the padding id, which would say that a sequence is padded
     padding = published.config["pad_token_id"] if pad_token_id is None else pad_token_id
     check_range(name, "pad_token_id", padding, 0)
     tokens = range(padding + 1, _vocabulary(name, published, vocab_size, least=padding + 2))
+
+    resizing = published.resized(name, num_hidden_layers=num_hidden_layers, hidden_size=hidden_size)
 
     def build() -> nn.Module:
         return build_model(
             name,
             published,
             num_labels=num_labels,
-            num_hidden_layers=num_hidden_layers,
+            **resizing,
             vocab_size=tokens.stop,
             pad_token_id=padding,
             problem_type="single_label_classification",  # else the first forward writes it into the config
@@ -207,13 +209,14 @@ def _language_model_job(
     *,
     sequence_length: int,
     num_hidden_layers: int | None = None,
+    hidden_size: int | None = None,
     vocab_size: int | None = None,
 ) -> Job:
     # at least 2 tokens: the first one is never a label
     check_range(name, "sequence_length", sequence_length, 2, published.config["max_position_embeddings"])
-    if num_hidden_layers is not None:
-        check_range(name, "num_hidden_layers", num_hidden_layers, 1)
     tokens = _vocabulary(name, published, vocab_size, least=2)
+
+    resizing = published.resized(name, num_hidden_layers=num_hidden_layers, hidden_size=hidden_size)
 
     def build() -> nn.Module:
         return build_model(
@@ -222,7 +225,7 @@ def _language_model_job(
             without=()
             if vocab_size is None
             else ("bos_token_id", "eos_token_id"),  # they name tokens of its own
-            num_hidden_layers=num_hidden_layers,
+            **resizing,
             vocab_size=tokens,
         )
 

@@ -3,7 +3,7 @@
 | names | task and batch | options | optimizer |
 |---|---|---|---|
 | `vit-base`, `vit-large` | classification; `pixel_values`, `labels` | `image_size` 224, `num_classes` 1000, \
-`num_hidden_layers` | AdamW |
+`num_hidden_layers`, `hidden_size` | AdamW |
 | `resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | \
 `image_size` 224, `num_classes` 1000 | SGD |
 | `unet` | segmentation; `images`, `labels` by pixel | `image_size` 256, `num_classes` 2 | SGD |
@@ -262,11 +262,11 @@ def _vit_job(
     image_size: int = 224,
     num_classes: int = 1000,
     num_hidden_layers: int | None = None,
+    hidden_size: int | None = None,
 ) -> Job:
     check_multiple(name, "image_size", image_size, published.config["patch_size"])
     check_range(name, "num_classes", num_classes, 2)
-    if num_hidden_layers is not None:
-        check_range(name, "num_hidden_layers", num_hidden_layers, 1)
+    resizing = published.resized(name, num_hidden_layers=num_hidden_layers, hidden_size=hidden_size)
 
     def build() -> nn.Module:
         return build_model(
@@ -274,7 +274,7 @@ def _vit_job(
             published,
             image_size=image_size,
             num_labels=num_classes,
-            num_hidden_layers=num_hidden_layers,
+            **resizing,
             problem_type="single_label_classification",  # else the first forward writes it into the config
         )
 

@@ -12,10 +12,22 @@ from brimful.planner.explain.changes import Change
 from brimful.planner.explain.notes import MEAN_OVER_SAMPLES_NOTE
 from brimful.planner.explain.suggestions import what_an_estimate_lacks
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
+from brimful.planner.largest import (
+    Largest,
+    LargestEstimate,
+    LargestPlan,
+    Limit,
+    Tried,
+    find_largest,
+    tried_estimate,
+    tried_plan,
+    tried_step,
+    tried_without_plan,
+)
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
 from brimful.planner.request import JobTraits, Request
-from brimful.planner.search import search
+from brimful.planner.search import least_step, search
 
 __all__ = [
     "MEAN_OVER_SAMPLES_NOTE",
@@ -27,20 +39,31 @@ __all__ = [
     "GpuSurvey",
     "JobSource",
     "JobTraits",
+    "Largest",
+    "LargestEstimate",
+    "LargestPlan",
+    "Limit",
     "Plan",
     "PlanCheck",
     "PlanStatus",
     "Request",
     "SameResults",
     "TechniqueComparison",
+    "Tried",
     "UsualFit",
     "check_trace",
     "compare_techniques",
+    "find_largest",
+    "least_step",
     "prices_of",
     "search",
     "search_calibrated",
     "settings_of",
     "survey_gpus",
+    "tried_estimate",
+    "tried_plan",
+    "tried_step",
+    "tried_without_plan",
     "what_an_estimate_lacks",
     "what_splitting_changes",
 ]

@@ -87,6 +87,19 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     )
 
 
+def least_step(capture: Capture, request: Request) -> Estimate:
+    """The step that takes least of all that a request permits, as `search` finds it where nothing else fits."""
+    trace = per_rank_trace(capture(request.baseline_settings()))
+    request = request.for_model(trace)
+    small = step_over_floor(capture, request, trace)
+    if small is not None:
+        return small
+    space = SearchSpace(capture, with_headroom(request, estimate_unlimited(trace, request.device)), trace, [])
+    candidates = space.candidates()
+    candidates += space.with_optimizer_on_host(candidates)
+    return min(_smallest(candidates), key=lambda estimate: estimate.predicted_peak_device_bytes)
+
+
 def _safest(candidates: Sequence[Candidate], request: Request) -> list[Estimate]:
     """The choice of the plan and the others captured, at the first permitted probability that one keeps.
 

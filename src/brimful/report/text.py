@@ -5,11 +5,19 @@ from __future__ import annotations
 from functools import singledispatch
 
 from brimful.exports import Export
-from brimful.planner import GpuSurvey, Plan, PlanCheck, TechniqueComparison
+from brimful.planner import (
+    GpuSurvey,
+    LargestEstimate,
+    LargestPlan,
+    Plan,
+    PlanCheck,
+    TechniqueComparison,
+)
 from brimful.prediction import Estimate
 from brimful.report.comparisons import comparison_report
 from brimful.report.gpus import gpus_text
 from brimful.report.html import as_html, preformatted
+from brimful.report.largest import largest_estimate_text, largest_plan_text
 from brimful.report.layout import Report, as_text
 from brimful.report.measurements import check_report, comparison_text, equivalence_report, measurement_report
 from brimful.report.plans import estimate_report, export_report, plan_report
@@ -43,6 +51,8 @@ _shown.register(PlanCheck, check_report)
 _shown.register(Export, export_report)
 _shown.register(GpuSurvey, gpus_text)
 _shown.register(TechniqueComparison, comparison_report)
+_shown.register(LargestEstimate, largest_estimate_text)
+_shown.register(LargestPlan, largest_plan_text)
 _shown.register(Measurement, measurement_report)
 _shown.register(Comparison, comparison_text)
 _shown.register(EquivalenceReport, equivalence_report)

@@ -237,7 +237,7 @@ def _deep_mlp() -> Study:
         epochs=3,
         conclusion=(
             "About the square root of the number of layers takes least: fewer segments hold more at once, more "
-            "of them keep more inputs. The time is that of one more forward, however many there are."
+            "of them keep more inputs. Up to dozens of segments the time is that of one more forward."
         ),
     )
 

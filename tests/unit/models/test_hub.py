@@ -156,6 +156,33 @@ def test_options_change_the_model_and_its_batch(configuration: Path) -> None:
         bf.find_architecture(str(configuration), sequence_length=65)
 
 
+@pytest.mark.parametrize(
+    "configuration",
+    ["LlamaForCausalLM", "RobertaForMaskedLM", "ViTForImageClassification"],
+    indirect=True,
+)
+def test_a_wider_model_keeps_the_size_of_a_head_and_its_proportions(configuration: Path) -> None:
+    config = json.loads(configuration.read_text())
+    wider = bf.find_architecture(str(configuration), hidden_size=2 * config["hidden_size"], num_hidden_layers=3)
+    assert callable(wider.model)
+    made = wider.model().config
+    assert made.num_hidden_layers == 3
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        if name in config:
+            assert getattr(made, name) == 2 * config[name]
+    with pytest.raises(UsageError, match="a multiple of"):
+        bf.find_architecture(str(configuration), hidden_size=config["hidden_size"] + 1)
+
+
+def test_a_width_that_is_not_one_number_is_refused() -> None:
+    for name, option in {
+        "deepseek-ai/DeepSeek-V2-Lite": "hidden_size",
+        "microsoft/swin-tiny-patch4-window7-224": "num_hidden_layers",
+    }.items():
+        with pytest.raises(UsageError, match=f"takes no {option}"):
+            bf.find_architecture(name, **{option: 512})
+
+
 def test_known_names_have_the_published_number_of_parameters() -> None:
     """All of them: benchmarks/models_by_name.py."""
     for name in ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "google/gemma-3-270m"):
@@ -276,7 +303,7 @@ def test_a_pipeline_of_diffusers_is_its_denoising_network(tmp_path: Path) -> Non
     predicted = bf.estimate(job, "cpu", micro_batch_size=2).predicted_peak_allocated_bytes
     measured = bf.measure(job, bf.Settings(micro_batch_size=2), "cpu")
     assert measured.measured_peak_allocated_bytes == pytest.approx(predicted, rel=0.01)
-    with pytest.raises(UsageError, match="multiples of 64"):
+    with pytest.raises(UsageError, match="a multiple of 64"):
         bf.find_architecture(str(tmp_path), image_size=100)
 
 
