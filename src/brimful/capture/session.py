@@ -54,6 +54,7 @@ from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 from brimful.torch_utils.held_values import HeldValues
+from brimful.torch_utils.module_names import runs_on_one_device
 from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
 from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
@@ -216,6 +217,7 @@ class CaptureSession:
             for rule in self._rules:
                 rule.recorder = recorder
                 stack.enter_context(rule.context())
+            stack.enter_context(runs_on_one_device(job=self._job.name))
             stack.enter_context(answers_of_a_real_step())
             stack.enter_context(quantised_weights_known())
             stack.enter_context(triton_launches_recorded(recorder.facts.note))

@@ -7,13 +7,15 @@ submodule that someone calls "module" keeps its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
 from torch import nn
 
 from brimful.errors import UsageError
+from brimful.torch_utils.replaced import replaced
 from brimful.torch_utils.wrapper_tensors import with_inner_tensors
 
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
@@ -129,11 +131,35 @@ def check_runs_on_one_device(model: nn.Module, *, job: str) -> None:
     the job.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.DataParallel) and len(module.device_ids) != 1:
+        if _spreads(module):
             what = f"{name!r} in the model of {job!r}" if name else f"the model of {job!r}"
-            raise UsageError(
-                f"{what} is an nn.DataParallel, which divides each batch over all GPUs of one process and "
-                "gathers the outputs on the first. That is not predicted, planned or trained. Give the module "
-                "inside (`.module`), for one GPU, or for several with world_size=N and "
-                "DistributedDataParallel, one process per GPU."
-            )
+            raise _data_parallel_error(f"{what} is an nn.DataParallel")
+
+
+@contextmanager
+def runs_on_one_device(*, job: str) -> Iterator[None]:
+    """Refuse what `check_runs_on_one_device` refuses where the job's loss or loop calls it."""
+    forward = nn.DataParallel.forward
+
+    def checked(module: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+        if _spreads(module):
+            raise _data_parallel_error(f"the code of {job!r} calls an nn.DataParallel")
+        return forward(module, *inputs, **kwargs)
+
+    def refused(*_args: Any, **_kwargs: Any) -> Any:
+        raise _data_parallel_error(f"the code of {job!r} calls nn.parallel.data_parallel")
+
+    with replaced(nn.DataParallel, "forward", checked), replaced(nn.parallel, "data_parallel", refused):
+        yield
+
+
+def _spreads(module: nn.Module) -> bool:
+    return isinstance(module, nn.DataParallel) and len(module.device_ids) != 1
+
+
+def _data_parallel_error(found: str) -> UsageError:
+    return UsageError(
+        f"{found}, which divides each batch over all GPUs of one process and gathers the outputs on the first. "
+        "That is not predicted, planned or trained. Give the module inside (`.module`), for one GPU, or for "
+        "several with world_size=N and DistributedDataParallel, one process per GPU."
+    )

@@ -13,11 +13,11 @@ from torch.cuda.amp.common import amp_definitely_not_available
 from torch.nn.attention.flex_attention import flex_attention
 
 from brimful.capture import capture_step
-from brimful.errors import CaptureError
+from brimful.errors import CaptureError, UsageError
 from brimful.memory import predict_memory
 from brimful.settings import Settings
 from brimful.trace import Trace
-from helpers.captured_jobs import A100, CPU, job
+from helpers.captured_jobs import A100, CPU, job, loop_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU answers for itself")
 
@@ -147,6 +147,27 @@ def test_what_cannot_be_captured_is_refused_with_what_to_take_instead(
     with pytest.raises(CaptureError, match=hint) as refused:
         capture_step(the_job, Settings(micro_batch_size=4), device)
     assert "the error is the job's own" not in str(refused.value)
+
+
+def in_replicas(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.DataParallel(network)(batch["x"]).square().mean()
+
+
+def in_replicas_by_the_function(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.parallel.data_parallel(network, batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [in_replicas, in_replicas_by_the_function])
+@pytest.mark.parametrize("has_own_loop", [False, True])
+def test_a_loss_or_loop_that_spreads_its_batch_over_gpus_is_refused(
+    loss: Callable[[nn.Module, dict[str, Tensor]], Tensor], has_own_loop: bool
+) -> None:
+    """It would be predicted as one GPU."""
+    the_job = job(lambda: nn.Linear(WIDTH, WIDTH), loss, rows, loop=loop_of(loss) if has_own_loop else None)
+    forward, function = nn.DataParallel.forward, nn.parallel.data_parallel
+    with pytest.raises(UsageError, match=r"calls (an )?nn\..*world_size=N"):
+        capture_step(the_job, Settings(micro_batch_size=SAMPLES), A100)
+    assert (nn.DataParallel.forward, nn.parallel.data_parallel) == (forward, function)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
@@ -180,14 +189,48 @@ def test_what_an_epoch_decides_is_told_the_epoch():
     assert (sampler.epochs, dataset.epochs, iterable.epochs) == ([3, 7], [3, 7], [2])
 
 
-def test_a_sampler_that_divides_the_samples_among_ranks_is_refused():
-    def loader(ranks):
-        dataset = TensorDataset(X)
-        return DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=ranks, rank=0))
+DATASET = TensorDataset(X)
 
-    with pytest.raises(UsageError, match="whole global batch"):
+
+def by_sampler(ranks):
+    return DataLoader(DATASET, sampler=DistributedSampler(DATASET, num_replicas=ranks, rank=0))
+
+
+def by_batch_sampler(ranks):
+    sampler = DistributedSampler(DATASET, num_replicas=ranks, rank=0)
+    return DataLoader(DATASET, batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+
+
+def by_accelerate(ranks):
+    whole = BatchSampler(SequentialSampler(DATASET), 2, drop_last=False)
+    return DataLoader(DATASET, batch_sampler=BatchSamplerShard(whole, num_processes=ranks, process_index=0))
+
+
+@pytest.mark.parametrize("loader", [by_sampler, by_batch_sampler, by_accelerate])
+def test_a_sampler_that_divides_the_samples_among_ranks_is_refused(loader):
+    """brimful divides each global batch itself: after both, each rank would have a quarter of two halves."""
+    with pytest.raises(UsageError, match=r"one of 2 parts .*whole global batch"):
         Batches(loader(2), global_batch_size=1, seed=0)
     Batches(loader(1), global_batch_size=1, seed=0)
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch_once():
+    class Told(SequentialSampler):
+        epochs: ClassVar[list[int]] = []
+
+        def set_epoch(self, epoch):
+            self.epochs.append(epoch)
+
+    sampler = Told(DATASET)
+    for loader in (
+        DataLoader(DATASET, batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+        DataLoader(DATASET, sampler=sampler),
+    ):
+        Told.epochs.clear()
+        batches = Batches(loader, global_batch_size=2, seed=0)
+        for epoch in (1, 2):
+            next(iter(batches.epoch(epoch)))
+        assert Told.epochs == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from brimful.batches import BatchLayout, are_samples, is_one_batch, make_batch, map_tensors, named_tensors
 from brimful.distributed.ranks import SINGLE, Ranks, processors_here
@@ -326,13 +326,14 @@ def _check_data(name: str, data: Any) -> None:
         )
     if name == "train" and are_samples(data):
         return
-    sampler = getattr(data, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise UsageError(
-            f"Data({name}=…) has a DistributedSampler, which gives this rank a part of the samples. Every rank "
-            "reads the whole global batch and brimful divides it. Write DataLoader(dataset, batch_size=…, "
-            "shuffle=True), with the global batch size and no sampler."
-        )
+    for sampler in _samplers(data):
+        parts = getattr(sampler, "num_replicas", None) or getattr(sampler, "num_processes", None)
+        if isinstance(parts, int) and parts > 1:
+            raise UsageError(
+                f"Data({name}=…) has a {type(sampler).__name__}, which gives this rank one of {parts} parts of "
+                "the samples. Every rank reads the whole global batch and brimful divides it. Write "
+                "DataLoader(dataset, batch_size=…, shuffle=True), with the global batch size and no sampler."
+            )
     if not is_one_batch(data) and not isinstance(data, Iterable):
         raise UsageError(
             f"Data({name}=…) is a {type(data).__name__}. Give one batch with all samples (nested dicts, lists "
@@ -362,7 +363,20 @@ def _set_epoch(data: Iterable[Batch], epoch: int) -> None:
     """Call `set_epoch` of data whose order depends on the epoch, so that a resumed run gets the same order."""
     parts: list[Any] = [data]
     if isinstance(data, DataLoader) and not hasattr(data, "set_epoch"):  # Accelerate's loaders pass it on
-        parts = [data.batch_sampler, data.sampler, data.dataset]
+        parts = [*_samplers(data), data.dataset]
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+def _samplers(data: object) -> list[Any]:
+    """The samplers of a loader, and those inside them, each once."""
+    found: list[Any] = []
+    owners = [data]
+    while owners:
+        owner = owners.pop()
+        for sampler in (getattr(owner, "batch_sampler", None), getattr(owner, "sampler", None)):
+            if sampler is not None and not any(sampler is other for other in found):
+                found.append(sampler)
+                owners.append(sampler)
+    return found
