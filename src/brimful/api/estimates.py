@@ -36,6 +36,7 @@ from brimful.options import (
 from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus, what_an_estimate_lacks
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, estimate_trace
 from brimful.prediction.growth import growth_notes
+from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
@@ -268,7 +269,13 @@ class _Question:
         of_optimizer = [DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []
         return replace(
             found,
-            notes=(*notes, *of_optimizer, *self.notes, *untrained_notes(trace)),
+            notes=(
+                *notes,
+                *of_optimizer,
+                *self.notes,
+                *untrained_notes(trace),
+                *odd_size_notes(trace, device, found.step_time),
+            ),
             uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
             tokens_per_sample=tokens_per_sample,
         )

@@ -246,8 +246,11 @@ def estimate_of(settings: Settings, capture: Capture, device: Device) -> Estimat
 
     A step that cannot be captured raises CaptureError; a batch that cannot be made or split raises BatchError.
     """
+    return estimate_unlimited(planned_trace(settings, capture), device)
+
+
+def planned_trace(settings: Settings, capture: Capture) -> Trace:
+    """The two steps of which `estimate_of` predicts the second; it raises the same errors."""
     # A second step finds memory as the allocator was left by the first.
     captured = capture(replace(settings, expandable_segments=False))
-    return estimate_unlimited(
-        per_rank_trace(replace(captured, settings=settings)).with_last_step_again(), device
-    )
+    return per_rank_trace(replace(captured, settings=settings)).with_last_step_again()

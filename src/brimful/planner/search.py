@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from brimful.cost import model_flops
 from brimful.errors import CaptureError
-from brimful.planner.candidate import Candidate
+from brimful.planner.candidate import Candidate, planned_trace
 from brimful.planner.candidates import SearchSpace
 from brimful.planner.explain.alternatives import alternatives, baseline_alternative, budget_curve
 from brimful.planner.explain.changes import JobChanges
@@ -76,7 +76,8 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
         if not found:
             least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
             raise nothing_fits(capture, request, least, trace, baseline, notes, job_changes)
-    plan = _plan(request, trace, baseline, candidates, found, notes)
+    planned = planned_trace(found[0].settings, capture)  # known from the search
+    plan = _plan(request, trace, baseline, candidates, found, planned, notes)
     if job_changes is None:
         return plan
     return replace(
@@ -172,9 +173,13 @@ def _plan(
     baseline: Estimate,
     candidates: Sequence[Candidate],
     found: Sequence[Estimate],
+    planned: Trace,
     notes: Sequence[str],
 ) -> Plan:
-    """The plan of the first choice that was found; `trace` and `baseline` are of training without a plan."""
+    """The plan of the first choice that was found, of which `planned` is the trace.
+
+    `trace` and `baseline` are of training without a plan.
+    """
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -197,5 +202,5 @@ def _plan(
         alternatives=alternatives(request, candidates, found),
         peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
         budget_curve=tuple(budget_curve(request, candidates, best, baseline)),
-        notes=tuple(notes_for(found, trace, request, candidates, notes)),
+        notes=tuple(notes_for(found, trace, planned, request, candidates, notes)),
     )

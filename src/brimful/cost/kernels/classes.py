@@ -63,13 +63,19 @@ def kernels_of(op: Op, sm_count: int, *, is_tf32: bool = False) -> list[Kernel]:
 def _product(product: Product, dtype: str, moved_bytes: int, sm_count: int) -> Kernel:
     """cuBLAS's kernel, which depends on the rows of operands and result as they lie in memory."""
     name = "batched_matmul" if product.products > 1 else "matmul"
-    first = product.rows if product.is_first_transposed else product.inner
-    second = product.inner if product.is_second_transposed else product.columns
-    is_unaligned = not is_aligned(first, second, product.columns)
+    is_unaligned = bool(odd_sizes(product))
     flops = tiled_flops(*product[:4], sm_count)
     if is_unaligned:
         name += "_unaligned"
     return Kernel(name, flops, Unit.TENSOR, moved_bytes, is_unaligned and dtype in HALF_TYPES)
+
+
+def odd_sizes(product: Product) -> tuple[int, ...]:
+    """Lengths of rows of a product's operands and result, as they lie in memory, that are not aligned."""
+    first = product.rows if product.is_first_transposed else product.inner
+    second = product.inner if product.is_second_transposed else product.columns
+    lengths = dict.fromkeys((first, second, product.columns))
+    return tuple(length for length in lengths if not is_aligned(length))
 
 
 def _memory_class(base: str, extents: object) -> str:

@@ -17,6 +17,7 @@ from brimful.planner.plan import NOT_SURE
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
+from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
@@ -36,13 +37,14 @@ NOTED_GAIN = 0.05
 def notes_for(
     found: Sequence[Estimate],
     baseline: Trace,
+    planned: Trace,
     request: Request,
     candidates: Sequence[Candidate],
     searching: Sequence[str],
 ) -> Iterator[str]:
     """The notes of a plan: those of the search first, which say what could not be searched, then by topic.
 
-    The plan is the first of the choices found.
+    The plan is the first of the choices found; `planned` is its trace, `baseline` that of training without it.
     """
     best = found[0]
     yield from dict.fromkeys(searching)
@@ -66,6 +68,7 @@ def notes_for(
     yield from _what_ranks_take(best.settings, baseline, request)
     yield from _what_settings_change(best.settings, request)
     yield from untrained_notes(baseline)
+    yield from odd_size_notes(planned, request.device, best.step_time)
     yield from (f"{NOT_SURE}{uncertain}." for uncertain in best.uncertain)
     yield from _what_it_may_take(best, request, candidates)
 
