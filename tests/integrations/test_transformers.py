@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -68,6 +70,37 @@ def test_the_job_has_the_longest_sample_the_labels_and_the_optimizer_of_the_trai
     assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
     assert {id(p) for group in made.param_groups for p in group["params"]} == {id(p) for p in copy.parameters()}
     assert own.optimizer is None
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lomo", "updates parameters during backward"),
+        ("galore_adamw_layerwise", "updates parameters during backward"),
+        ("adamw_torch_8bit", "keeps its state in tensors of torchao's own class"),
+        ("adamw_torch_npu_fused", "cannot be made here: .*torch_npu"),
+    ],
+)
+def test_optimizers_of_the_arguments_that_cannot_be_captured_are_refused_by_name(
+    tmp_path: Path, name: str, why: str
+) -> None:
+    own = trainer(tmp_path, optim=name)
+    with pytest.raises(UsageError, match=rf'optim="{name}"\) {why}.*Take "adamw_bnb_8bit"'):
+        bft.plan(own, "RTX 3090")
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_the_state_of_a_paged_optimizer_is_said_to_be_in_unified_memory(tmp_path: Path) -> None:
+    """Two states of 4 bytes for each of 100,000 numbers or more; smaller parameters are not paged."""
+    config = GPT2Config(vocab_size=4096, n_positions=LONGEST, n_embd=64, n_layer=1, n_head=2)
+    paged_bytes = 8 * 4096 * 64
+    big = trainer(tmp_path, GPT2LMHeadModel(config), optim="paged_adamw_32bit")
+    (found,) = [
+        each for each in bf.estimate(bft.job(big), "T4", micro_batch_size=4).uncertain if "paged" in each
+    ]
+    assert f"of which {format_bytes(paged_bytes)} are in CUDA's unified memory" in found
+    small = trainer(tmp_path, optim="paged_adamw_32bit")
+    assert "paged" not in str(bf.estimate(bft.job(small), "T4", micro_batch_size=4).uncertain)
 
 
 def test_an_optimizer_that_the_user_passed_is_made_again_with_its_groups(tmp_path: Path) -> None:

@@ -383,7 +383,9 @@ def _convolves(ops: Iterable[Op]) -> bool:
 
 
 def _paged(optimizer: Optimizer) -> tuple[str, ...]:
-    """A note that CUDA may move a paged optimizer's state to the host; none for other optimizers.
+    """A note that CUDA may move a paged optimizer's state to the host; none where none of the state is paged.
+
+    `torch.cuda.max_memory_allocated` does not count it: bitsandbytes allocates it as unified memory.
 
     Source: bitsandbytes/optim/optimizer.py, Optimizer8bit.get_state_buffer: of parameters from 1e5 numbers on.
     """
@@ -391,4 +393,9 @@ def _paged(optimizer: Optimizer) -> tuple[str, ...]:
         return ()
     states = [state.values() for parameter, state in optimizer.state.items() if parameter.numel() >= 1e5]
     size_bytes = sum(v.numel() * v.element_size() for state in states for v in state if torch.is_tensor(v))
-    return (f"the paged optimizer's state, of which up to {format_bytes(size_bytes)} may be in host memory",)
+    if not size_bytes:
+        return ()
+    return (
+        f"the paged optimizer's state, of which {format_bytes(size_bytes)} are in CUDA's unified memory: "
+        "counted here as allocated, but not by torch, and up to as much may be in host memory",
+    )

@@ -48,11 +48,11 @@ def _noted(trace: Trace, device: Device, time: StepTime, size: int, ops: list[Op
     if gain_seconds <= NOTED_GAIN * seconds:
         return
     low, high = (each / seconds for each in difference_interval(time, shorter, device))
-    gained, taken = format_seconds(gain_seconds), format_seconds(seconds)
+    gain = f"{gain_seconds / seconds:.1%} ({low:+.1%} to {high:+.1%})"
     yield (
-        f"{size}, a size of {_layers(trace, modules)}, is not a multiple of {ALIGNMENT}, which tensor cores need "
-        f"in {ops[0].dtype}: padded to {padded}, its matrix products take {gained} less of a step of {taken} as "
-        f"predicted, {gain_seconds / seconds:.1%} ({low:+.1%} to {high:+.1%})."
+        f"{size}, a size of {_layers(trace, modules)}, is not a multiple of {ALIGNMENT}, which tensor cores "
+        f"need in {ops[0].dtype}: padded to {padded}, its matrix products take {format_seconds(gain_seconds)} "
+        f"less of a step of {format_seconds(seconds)} as predicted, {gain}."
     )
 
 

@@ -231,8 +231,41 @@ def _make_optimizer(trainer: Trainer, stand_ins: StandIns, module: nn.Module) ->
         return _rebuilt(trainer.optimizer, trained_module(trainer), module)
     own = stand_ins.with_module(module)
     own.model = model_of(module)  # for overrides that take no model
-    made: Optimizer = own.create_optimizer()
+    with _naming_optim(trainer):
+        made: Optimizer = own.create_optimizer()
     return made
+
+
+@contextmanager
+def _naming_optim(trainer: Trainer) -> Iterator[None]:
+    """Refuse optimizers of `optim` that a captured step would not show, or that the context cannot make.
+
+    Layerwise ones and LOMO update during backward, and the optimizer that the trainer steps does nothing.
+    Source: transformers/trainer_optimizer.py, `LayerWiseDummyOptimizer`, `_get_lomo_optimizer` (checked: 5.23).
+    """
+    if trainer.optimizer_cls_and_kwargs is not None or type(trainer).create_optimizer is not _OWN_OPTIMIZER:
+        yield
+        return
+    name = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if name.endswith("_layerwise") or name in ("lomo", "adalomo"):
+        raise _optim_error(name, "updates parameters during backward, which is neither predicted nor planned")
+    if name in ("adamw_torch_4bit", "adamw_torch_8bit"):
+        raise _optim_error(name, "keeps its state in tensors of torchao's own class, which is not predicted")
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        raise _optim_error(name, f"cannot be made here: {str(error).rstrip('.')}") from error
+
+
+_OWN_OPTIMIZER = Trainer.create_optimizer
+"""What makes the optimizer of `optim`, unless a trainer overrides it."""
+
+
+def _optim_error(name: str, why: str) -> UsageError:
+    return UsageError(
+        f'TrainingArguments(optim="{name}") {why}. Take "adamw_bnb_8bit" or "adafactor", which take less '
+        'memory than "adamw_torch".'
+    )
 
 
 def _rebuilt(optimizer: Optimizer, own_model: nn.Module, model: nn.Module) -> Optimizer:
