@@ -20,8 +20,8 @@ def main() -> None:
         result = run_study(study, runs_small=True)
         print(f"{result}\n", flush=True)
         studies.append(study_document(result) | {"seconds": round(time.perf_counter() - start, 1)})
-        peaks += [abs(row.peak_error) for row in result.rows if row.peak_error is not None]
-        speeds += [abs(error) for error in result.speed_errors() if error]
+        peaks += [abs(error) for error in result.peak_errors() if error is not None]
+        speeds += [abs(error) for error in result.speed_errors() if error is not None]
     summary = {
         "rows_with_published_peak": len(peaks),
         "median_peak_error": statistics.median(peaks),

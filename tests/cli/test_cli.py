@@ -242,7 +242,7 @@ def test_the_differences_of_two_plans_are_listed_and_nothing_else(folder: Path) 
     assert document["settings"][0]["micro_batch_size"] == 16
     assert "device" not in document
     same = brimful(folder, "plan", "--diff", "a.json", "a.json")
-    assert "same settings and predictions" in same.stdout
+    assert "The plans are the same." in same.stdout
     assert json.loads(brimful(folder, "plan", "--diff", "a.json", "a.json", "--json").stdout) == {}
     beside = brimful(folder, "plan", "--diff", "a.json", "b.json", "--budget", "3GiB")
     assert beside.returncode == 2

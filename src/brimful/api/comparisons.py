@@ -64,7 +64,7 @@ def compare(
 
     Returns:
         One row per technique and usual combination, in the order of guides: peak, speed, and whether the
-        results are those of the baseline. The plan is the last row.
+        results are those of the baseline. The plans are the last rows.
 
     Raises:
         UsageError: An argument is invalid, or the job cannot be pickled.

@@ -14,7 +14,7 @@ from typing import Any
 
 from brimful.devices import Device
 from brimful.errors import BatchError, CaptureError, InfeasibleError, UsageError
-from brimful.planner.explain.changes import Change, JobChanges, optimizer_changes, precision_changes
+from brimful.planner.explain.changes import LEAST_GAIN, Change, JobChanges, optimizer_changes, precision_changes
 from brimful.planner.headroom import exceedance_of
 from brimful.planner.problem.logits import LOSS_CHUNKS, logits_layer
 from brimful.planner.request import Request
@@ -63,7 +63,7 @@ class ComparedTechnique:
 
     technique: str
     results: SameResults
-    """ComparedTechnique with the baseline."""
+    """Compared with the baseline."""
     effect: str = ""
     """What it changes in the computation."""
     flag: str = ""
@@ -124,8 +124,14 @@ class TechniqueComparison(PrintedResult):
 
     @property
     def fastest_of_all(self) -> ComparedTechnique | None:
-        """The fastest row that fits, whatever it computes."""
-        return _fastest(self.rows)
+        """The fastest row that fits, whatever it computes, if that gains more than predictions err by."""
+        same, best = self.fastest, _fastest(self.rows)
+        if same is None or best is None or same.predicted is None or best.predicted is None:
+            return best
+        is_faster = best.predicted.predicted_step_seconds < (
+            (1 - LEAST_GAIN) * same.predicted.predicted_step_seconds
+        )
+        return best if is_faster else same
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the record's own names."""
@@ -304,7 +310,7 @@ class _Rows:
             settings = search(self._capture, request).settings
             predicted = self._estimate(per_rank_trace(self._capture(settings)))
         except (InfeasibleError, CaptureError) as error:
-            why_not = str(error).partition("\n")[0]
+            why_not = str(error)
         return self._row(
             name,
             settings,
@@ -384,14 +390,13 @@ def _same_mathematics(rows: _Rows, micro_batch_size: int | None) -> Iterator[_Te
                 flag=f"--optimizer-implementation {implementation}",
                 settings={"optimizer_implementation": implementation},
             )
-    if request.world_size == 1:
-        yield _Technique(
-            name="update in backward",
-            effect="parameters are updated as soon as their gradients are complete",
-            flag="--optimizer-in-backward",
-            settings={"optimizer_in_backward": True},
-        )
-    if is_gpu and request.world_size == 1:
+    yield _Technique(
+        name="update in backward",
+        effect="parameters are updated as soon as their gradients are complete",
+        flag="--optimizer-in-backward",
+        settings={"optimizer_in_backward": True},
+    )
+    if is_gpu:
         yield _Technique(
             name="optimizer offload",
             effect="the update is computed on the host",

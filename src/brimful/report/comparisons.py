@@ -21,7 +21,8 @@ _MEASURED_HEADING = ("technique", "predicted", "measured", "error", "predicted",
 _MEASURED_LINE = "  {:<39}{:>9}{:>9}{:>7}{:>10}{:>9}{:>6}"
 _LEGEND = (
     "×: speed beside the baseline.",
-    "identical: the baseline's loss and gradients, bit for bit. rounding: other last digits.",
+    "identical: the baseline's weights after the step, bit for bit. rounding: other last digits, where the "
+    "loss is a mean over independent samples; dropout may draw other numbers.",
     "tight: the likely peak fits, and exceeds too often for a plan. over: it does not fit.",
 )
 
@@ -124,7 +125,7 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
                 "–" if speed is None else _number(speed),
                 str(row.results),
                 "not predicted" if row.verdict is None else str(row.verdict),
-                row.why_not or row.effect or "–",
+                row.why_not.replace("\n", " ") or row.effect or "–",
                 f"`{row.flag}`" if row.flag else "–",
             )
         )

@@ -9,7 +9,7 @@ from typing import Any
 from brimful.codec import to_json_document
 from brimful.planner import Plan
 from brimful.report.layout import Listing, Remark, Report
-from brimful.settings import Action, Settings
+from brimful.settings import Action, Settings, UnitAction
 from brimful.utils.quantities import format_bytes, format_rate, format_seconds
 
 Difference = tuple[str, str, str]
@@ -21,7 +21,9 @@ def differences_report(first: Plan, second: Plan, names: tuple[str, str]) -> Rep
     rows = tuple(_differences(first, second))
     heading = f"{first.job}: {names[0]} and {names[1]}"
     if not rows:
-        return Report(heading=heading, parts=(Remark("", "The plans have the same settings and predictions."),))
+        same = not differences_document(first, second)
+        found = "The plans are the same." if same else "The plans differ only in what --json lists."
+        return Report(heading=heading, parts=(Remark("", found),))
     whats, firsts, _ = zip(*rows, strict=True)
     widths = max(map(len, whats)) + 2, max(map(len, (names[0], *firsts))) + 2
     line = f"  {{:<{widths[0]}}}{{:<{widths[1]}}}{{}}"
@@ -45,6 +47,7 @@ def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
         "speed": lambda plan: format_rate(plan.predicted_samples_per_second),
         "host memory": lambda plan: format_bytes(plan.predicted_host_bytes),
         "peak at": lambda plan: plan.peak_at,
+        "exceedance": lambda plan: str(plan.predicted_exceedance_probability),
     }
     for what, text in shown.items():
         if text(first) != text(second):
@@ -61,8 +64,14 @@ def _of_settings(first: Settings, second: Settings) -> Iterator[Difference]:
         values = getattr(first, each.name), getattr(second, each.name)
         if each.name != "units" and values[0] != values[1]:
             yield each.name, str(values[0]), str(values[1])
-    by_unit = [{unit.fqn: str(unit.action) for unit in settings.units} for settings in (first, second)]
+    by_unit = [{unit.fqn: unit for unit in settings.units} for settings in (first, second)]
     for unit in by_unit[0] | by_unit[1]:
-        actions = tuple(units.get(unit, str(Action.KEEP)) for units in by_unit)
+        actions = [units.get(unit, UnitAction(fqn=unit, action=Action.KEEP)) for units in by_unit]
         if actions[0] != actions[1]:
-            yield unit, actions[0], actions[1]
+            yield unit, _of_unit(actions[0]), _of_unit(actions[1])
+
+
+def _of_unit(unit: UnitAction) -> str:
+    if unit.most_offloaded_bytes is not None:
+        return f"{unit.action}, at most {format_bytes(unit.most_offloaded_bytes)}"
+    return f"{unit.action}, {len(unit.saved)} ops" if unit.saved else str(unit.action)

@@ -24,56 +24,57 @@ def study_report(study: StudyResult) -> Report:
 def study_document(study: StudyResult) -> dict[str, Any]:
     """The document of `brimful compare --study NAME --json`."""
     document = to_json_document(study)
-    for row, found, speed_error in zip(document["rows"], study.rows, study.speed_errors(), strict=True):
-        row |= {"peak_error": found.peak_error, "speed_error": speed_error}
+    errors = zip(document["rows"], study.peak_errors(), study.speed_errors(), strict=True)
+    for row, peak_error, speed_error in errors:
+        row |= {"peak_error": peak_error, "speed_error": speed_error}
     return document
 
 
 def _parts(study: StudyResult) -> Iterator[Part]:
-    full = [
-        (row, error)
-        for row, error in zip(study.rows, study.speed_errors(), strict=True)
+    figures = zip(study.rows, study.peak_errors(), study.speed_errors(), study.speed_ratios(), strict=True)
+    full = tuple(
+        (
+            row.label,
+            format_bytes(row.predicted_peak_device_bytes),
+            _published_peak(row),
+            _error(peak_error),
+            _predicted_speed(row, ratio),
+            _published_speed(row),
+            _error(speed_error),
+        )
+        for row, peak_error, speed_error, ratio in figures
         if row.predicted_peak_device_bytes is not None
-    ]
+    )
     if full:
-        rows = tuple(_cells(row, error) for row, error in full)
-        yield Listing(title="Full scale: peak memory and speed", line=_LINE, heading=_HEADING, rows=rows)
+        yield Listing(title="Full scale: peak memory and speed", line=_LINE, heading=_HEADING, rows=full)
     small = tuple(_small_cells(row) for row in study.rows if row.small is not None)
     if small:
         title = "Small scale, run on this machine: peak memory, and what was learnt"
         yield Listing(title=title, line=_SMALL_LINE, heading=_SMALL_HEADING, rows=small)
+    else:
+        yield Remark("", "--measure trains the small scale of each row on the CPU.")
     yield from (Remark(row.label, row.why_not) for row in study.rows if row.why_not)
     yield Remark("", study.conclusion)
     yield Remark("published by", study.source)
     yield from (Remark("note", note) for note in study.notes)
 
 
-def _cells(row: StudyRow, speed_error: float | None) -> tuple[str, ...]:
-    published, predicted_bytes = row.published, row.predicted_peak_device_bytes
-    speed = row.predicted_samples_per_second
-    return (
-        (
-            row.label,
-            "–" if predicted_bytes is None else format_bytes(predicted_bytes),
-            _published_peak(row),
-            "–" if row.peak_error is None else f"{row.peak_error:+.1%}",
-            "–" if speed is None or not row.predicted_fits else _number(speed),
-            _published_speed(row),
-            "–" if speed_error is None else f"{speed_error:+.0%}",
-        )
-        if not published.is_out_of_memory
-        else (
-            row.label,
-            "–" if predicted_bytes is None else format_bytes(predicted_bytes),
-            "no memory",
-            "agrees" if row.predicted_fits is False else "differs",
-            *("–",) * 3,
-        )
-    )
+def _error(error: float | None) -> str:
+    return "–" if error is None else f"{error:+.0%}"
+
+
+def _predicted_speed(row: StudyRow, ratio: float | None) -> str:
+    if row.predicted_samples_per_second is None or not row.predicted_fits:
+        return "over"
+    if row.published.relative_speed is not None and ratio is not None:
+        return f"{ratio:.2f} ×"
+    return _number(row.predicted_samples_per_second)
 
 
 def _published_peak(row: StudyRow) -> str:
     peak_bytes = row.published.peak_device_bytes
+    if row.published.is_out_of_memory:
+        return "over"
     return "–" if peak_bytes is None else format_bytes(peak_bytes)
 
 
@@ -91,7 +92,7 @@ def _small_cells(row: StudyRow) -> tuple[str, ...]:
         row.label,
         "–" if peak_bytes is None else format_bytes(peak_bytes),
         format_seconds(small.seconds),
-        f"{small.first_loss:.2f} → {small.last_loss:.2f}",
+        f"{small.first_training_loss:.2f} → {small.validation_loss:.2f}",
         f"{small.accuracy:.1%}",
         "–" if accuracy is None else f"{accuracy:.2%}",
     )

@@ -27,8 +27,9 @@ class SmallRun:
     measured_peak_allocated_bytes: int | None
     seconds: float
     """Of training, validation included."""
-    first_loss: float
-    last_loss: float
+    first_training_loss: float
+    validation_loss: float
+    """After training."""
     accuracy: float
     """Fraction of the validation samples after training."""
 
@@ -48,14 +49,6 @@ class StudyRow:
     why_not: str = ""
     """Why it could not be predicted or run."""
 
-    @property
-    def peak_error(self) -> float | None:
-        """The predicted peak relative to the published one, less 1; None without both."""
-        published = self.published.peak_device_bytes
-        if published is None or self.predicted_peak_device_bytes is None:
-            return None
-        return self.predicted_peak_device_bytes / published - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyResult(PrintedResult):
@@ -66,25 +59,40 @@ class StudyResult(PrintedResult):
     source: str
     device: str
     """What is predicted is for this device."""
+    is_published_device: bool
+    """Whether it is the article's; predictions of another are not compared with what was published."""
     rows: tuple[StudyRow, ...]
     conclusion: str
     """What to choose, and when."""
     notes: tuple[str, ...] = ()
     """What of the published experiment is not known, or differs."""
 
+    def peak_errors(self) -> tuple[float | None, ...]:
+        """For each row the predicted peak relative to the published one, less 1; None without both."""
+        return tuple(
+            self._error(row.predicted_peak_device_bytes, row.published.peak_device_bytes) for row in self.rows
+        )
+
     def speed_errors(self) -> tuple[float | None, ...]:
         """For each row the predicted speed relative to the published one, less 1; None without both."""
-        first = next((row for row in self.rows if row.published.relative_speed is not None), None)
-        base = None if first is None else first.predicted_samples_per_second
-        return tuple(_speed_error(row, base) for row in self.rows)
+        return tuple(
+            self._error(row.predicted_samples_per_second, row.published.samples_per_second)
+            if row.published.samples_per_second is not None
+            else self._error(ratio, row.published.relative_speed)
+            for row, ratio in zip(self.rows, self.speed_ratios(), strict=True)
+        )
 
+    def speed_ratios(self) -> tuple[float | None, ...]:
+        """For each row the predicted speed beside the row that published ratios are of; None for that row."""
+        base = next((row for row in self.rows if row.published.relative_speed is not None), None)
+        base_speed = None if base is None else base.predicted_samples_per_second
+        return tuple(
+            None
+            if row is base or base_speed is None or row.predicted_samples_per_second is None
+            else row.predicted_samples_per_second / base_speed
+            for row in self.rows
+        )
 
-def _speed_error(row: StudyRow, base: float | None) -> float | None:
-    predicted, published = row.predicted_samples_per_second, row.published
-    if predicted is None:
-        return None
-    if published.samples_per_second is not None:
-        return predicted / published.samples_per_second - 1
-    if published.relative_speed is not None and base is not None:
-        return predicted / base / published.relative_speed - 1
-    return None
+    def _error(self, predicted: float | None, published: float | None) -> float | None:
+        is_known = self.is_published_device and predicted is not None and published is not None
+        return predicted / published - 1 if is_known else None  # type: ignore[operator]

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from brimful.api import estimate, fit
-from brimful.errors import BrimfulError
+from brimful.devices import Device, find_device
+from brimful.errors import BrimfulError, InterruptedRunError
 from brimful.job import Job
 from brimful.prediction import Verdict
-from brimful.profiling.named_device import DeviceLike
-from brimful.results import Published, SmallRun, StudyResult, StudyRow
+from brimful.profiling.named_device import DeviceLike, resolve_device
+from brimful.results import Published, SmallRun, StopReason, StudyResult, StudyRow
 from brimful.utils.status import busy, report
 
 SMALL_DEVICE = "cpu"
@@ -54,20 +55,21 @@ def run_study(study: Study, device: DeviceLike | None = None, *, runs_small: boo
 
     Default of `device`: that of the article.
     """
-    target = study.device if device is None else device
+    target = resolve_device(study.device if device is None else device)
     rows = tuple(_row(case, study, target, runs_small=runs_small) for case in study.cases)
     return StudyResult(
         name=study.name,
         title=study.title,
         source=study.source,
-        device=str(getattr(target, "name", target)),
+        device=target.name,
+        is_published_device=target.name == find_device(study.device).name,
         rows=rows,
         conclusion=study.conclusion,
         notes=study.notes,
     )
 
 
-def _row(case: Case, study: Study, device: DeviceLike, *, runs_small: bool) -> StudyRow:
+def _row(case: Case, study: Study, device: Device, *, runs_small: bool) -> StudyRow:
     found: dict[str, Any] = {}
     try:
         if case.job is not None:
@@ -79,6 +81,8 @@ def _row(case: Case, study: Study, device: DeviceLike, *, runs_small: bool) -> S
         if runs_small and case.small_job is not None:
             report(f"training {case.label}")
             found["small"] = _small_run(case.small_job(), case.small_options, study.epochs)
+    except InterruptedRunError:
+        raise
     except BrimfulError as error:
         found["why_not"] = str(error)
     return StudyRow(label=case.label, published=case.published, **found)
@@ -89,10 +93,12 @@ def _small_run(job: Job, options: Mapping[str, Any], epochs: int) -> SmallRun:
     start = time.perf_counter()
     result, _ = fit(job, settings, epochs=epochs, device=SMALL_DEVICE, show_progress=False, verify=False)
     seconds = time.perf_counter() - start
+    if result.stopped_because is not StopReason.FINISHED:
+        raise InterruptedRunError(f"interrupted while training {job.name}; a study keeps nothing.")
     return SmallRun(
         measured_peak_allocated_bytes=result.measured_peak_allocated_bytes,
         seconds=seconds,
-        first_loss=result.steps[0].loss,
-        last_loss=result.validations[-1].loss,
+        first_training_loss=result.steps[0].loss,
+        validation_loss=result.validations[-1].loss,
         accuracy=result.validations[-1].metrics["accuracy"],
     )

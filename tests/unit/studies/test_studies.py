@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from brimful.api import estimate
-from brimful.errors import UnknownNameError
+from brimful.api import estimate, fit
+from brimful.errors import InterruptedRunError, UnknownNameError
 from brimful.report import study_document
-from brimful.results import Published, StudyResult, StudyRow
+from brimful.results import Published, StopReason, StudyResult, StudyRow
 from brimful.studies import STUDIES, Study, find_study, run_study
 from brimful.studies.jobs import deep_mlp_job
 
@@ -37,8 +38,8 @@ def test_checkpointing_takes_less_memory_and_trains_to_the_same_loss() -> None:
     whole, segments = run_study(small_scale(STUDIES["vgg16"]), runs_small=True).rows
     assert whole.small is not None
     assert segments.small is not None
-    assert segments.small.last_loss == whole.small.last_loss
-    assert whole.small.last_loss < 0.7 * whole.small.first_loss
+    assert segments.small.validation_loss == whole.small.validation_loss
+    assert whole.small.validation_loss < 0.7 * whole.small.first_training_loss
     assert whole.small.measured_peak_allocated_bytes is not None
     assert segments.small.measured_peak_allocated_bytes is not None
     assert segments.small.measured_peak_allocated_bytes < 0.8 * whole.small.measured_peak_allocated_bytes
@@ -61,7 +62,7 @@ def test_the_small_scale_of_text_learns(name: str) -> None:
     ran = [row.small for row in rows.values() if row.small is not None]
     assert len(ran) >= len(rows) - 2  # 8-bit Adam is for GPUs
     for small in ran:
-        assert small.last_loss < small.first_loss
+        assert small.validation_loss < small.first_training_loss
         assert small.accuracy > 0.2  # of eight topics
 
 
@@ -71,8 +72,9 @@ def test_predictions_stand_beside_published_figures() -> None:
     assert whole.predicted_peak_device_bytes is not None
     assert segments.predicted_peak_device_bytes is not None
     assert segments.predicted_peak_device_bytes < whole.predicted_peak_device_bytes
-    assert whole.peak_error == whole.predicted_peak_device_bytes / (14222 * 2**20) - 1
-    assert result.speed_errors()[0] == 0
+    assert result.peak_errors()[0] == whole.predicted_peak_device_bytes / (14222 * 2**20) - 1
+    assert result.speed_errors()[0] is None  # the others are relative to it
+    assert result.speed_errors()[1] is not None
     document = json.loads(json.dumps(study_document(result)))
     assert document["rows"][1]["speed_error"] == result.speed_errors()[1]
     text = str(result)
@@ -86,6 +88,7 @@ def test_errors_are_relative_to_what_is_published() -> None:
         title="X",
         source="an article",
         device="T4",
+        is_published_device=True,
         conclusion="Choose.",
         rows=(
             StudyRow(
@@ -111,11 +114,28 @@ def test_errors_are_relative_to_what_is_published() -> None:
             ),
         ),
     )
-    assert result.rows[0].peak_error == pytest.approx(-0.1)
-    assert result.speed_errors() == (0, pytest.approx(-0.25), None)
-    assert "agrees" in str(result)
+    assert result.peak_errors() == (pytest.approx(-0.1), None, None)
+    assert result.speed_errors() == (None, pytest.approx(-0.25), None)
+    assert "over" in str(result)
+    elsewhere = replace(result, is_published_device=False)
+    assert elsewhere.peak_errors() == elsewhere.speed_errors() == (None, None, None)
 
 
 def test_an_unknown_study_names_those_that_there_are() -> None:
     with pytest.raises(UnknownNameError, match="vgg16"):
         find_study("vgg")
+
+
+def test_a_run_that_is_interrupted_ends_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any, **options: Any) -> Any:
+        result, plain = fit(*given, **options)
+        return replace(result, stopped_because=StopReason.INTERRUPTED), plain
+
+    monkeypatch.setattr("brimful.studies.study.fit", interrupted)
+    with pytest.raises(InterruptedRunError):
+        run_study(small_scale(STUDIES["vgg16"]), runs_small=True)
+
+
+def test_an_unknown_device_is_an_error_of_the_study() -> None:
+    with pytest.raises(UnknownNameError):
+        run_study(STUDIES["vgg16"], "nosuch")
