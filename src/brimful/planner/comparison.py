@@ -403,7 +403,6 @@ def _same_mathematics(rows: _Rows, micro_batch_size: int | None) -> Iterator[_Te
             flag="--offload-optimizer",
             settings={"offload_optimizer": True},
         )
-    if is_gpu:
         yield _Technique(
             name="expandable segments",
             effect="the allocator grows its segments",
