@@ -61,6 +61,7 @@ TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attac
 
 READERS = {
     "__init__.py": {"read_text": SYSTEM},
+    "api/comparisons.py": {"pickle.loads": OWN},
     "models/hub.py": {
         "read_text": SYSTEM,
         "json.loads": SYSTEM,
@@ -134,6 +135,7 @@ READERS = {
 RUNNERS = {
     "arguments.py": {"eval": "hints of brimful's own modules, never what a user gives"},
     "__init__.py": {"import_module": "brimful's own modules"},
+    "planner/comparison.py": {"import_module": "brimful.report, which writes and plots comparisons"},
     "planner/plan.py": {"import_module": "brimful.api, which checks and exports plans"},
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
