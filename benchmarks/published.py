@@ -14,16 +14,17 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import published_jobs as jobs
 from brimful.capture import capture_step
 from brimful.devices import CudaContext, Device, find_device, with_context
 from brimful.job import Job
 from brimful.prediction import Estimate, estimate_trace
 from brimful.settings import Settings
+from brimful.studies import published_loops as loops
+from brimful.studies.published_loops import job_as_published, text_recipe, vgg_recipe
 from brimful.utils.quantities import MIB
 from machine import keep
 
@@ -182,16 +183,16 @@ _XLM_R_WHY = (
 def xlm_r() -> Iterator[Experiment]:
     """XLM-RoBERTa on one Quadro RTX 6000."""
     device = find_device("Quadro RTX 6000", torch_version="1.8")
-    base = jobs.Recipe(model="xlm-roberta-base", tokens=512, optimizer="torch AdamW")
-    half = replace(base, fp16=True)
-    large = replace(base, model="xlm-roberta-large")
-    cases: tuple[tuple[str, float | None, int, jobs.Recipe], ...] = (
+    base: dict[str, Any] = {"name": "xlm-roberta-base", "tokens": 512, "optimizer": "torch AdamW"}
+    half = base | {"fp16": True}
+    large = base | {"name": "xlm-roberta-large"}
+    cases: tuple[tuple[str, float | None, int, dict[str, Any]], ...] = (
         ("base, batch 8, fp32", 12.28, 8, base),
         ("base, batch 8, fp16", 10.95, 8, half),
         ("base, batch 16, fp16", 16.96, 16, half),
         ("large, batch 8, fp32", None, 8, large),
-        ("large, batch 8, fp16", 23.5, 8, replace(large, fp16=True)),
-        ("large, batch 8, fp16, checkpointing", 11.8, 8, replace(large, fp16=True, checkpoints=True)),
+        ("large, batch 8, fp16", 23.5, 8, large | {"fp16": True}),
+        ("large, batch 8, fp16, checkpointing", 11.8, 8, large | {"fp16": True, "checkpoints": True}),
     )
     variants: tuple[tuple[str, dict[str, Any]], ...] = (
         ("", {}),
@@ -206,7 +207,7 @@ def xlm_r() -> Iterator[Experiment]:
                 variant=variant,
                 published_bytes=None if published_g is None else int(published_g * 2**30),
                 published_least_bytes=None if published_g is None else int(published_g * 1000 * MIB),
-                job=jobs.text_job(replace(recipe, **changes)),
+                job=job_as_published(text_recipe(**recipe | changes)),
                 device=device,
                 micro_batch_size=samples,
                 differs=_XLM_R_DIFFERS,
@@ -241,10 +242,10 @@ _VGG_WHY = (
 def vgg16() -> Iterator[Experiment]:
     """VGG16 on some card of 16 GB."""
     cases: tuple[tuple[str, str, int, Any], ...] = (
-        ("batch 64, whole", "", 14222, jobs.whole),
-        ("batch 64, checkpoint_sequential, 2 segments", "", 10550, jobs.layers_in_two),
-        ("batch 64, checkpoint_sequential, 2 segments", "features alone", 10550, jobs.features_in_two),
-        ("batch 64, checkpoint_sequential, 2 segments", "features against head", 10550, jobs.parts_in_two),
+        ("batch 64, whole", "", 14222, loops.whole),
+        ("batch 64, checkpoint_sequential, 2 segments", "", 10550, loops.layers_in_two),
+        ("batch 64, checkpoint_sequential, 2 segments", "features alone", 10550, loops.features_in_two),
+        ("batch 64, checkpoint_sequential, 2 segments", "features against head", 10550, loops.parts_in_two),
     )
     for name, variant, published_mib, segments in cases:
         yield Experiment(
@@ -252,10 +253,10 @@ def vgg16() -> Iterator[Experiment]:
             name=name,
             variant=variant,
             published_bytes=published_mib * MIB,
-            job=jobs.vgg_job(segments),
+            job=job_as_published(vgg_recipe(segments)),
             device=find_device("P100 16GB PCIe", torch_version="1.10"),
             micro_batch_size=64,
-            differs=_VGG_DIFFERS + (() if segments is jobs.whole else _VGG_SEGMENTS_DIFFERS),
+            differs=_VGG_DIFFERS + (() if segments is loops.whole else _VGG_SEGMENTS_DIFFERS),
             why=_VGG_WHY,
         )
 
@@ -295,42 +296,40 @@ def bert_large() -> Iterator[Experiment]:
         context_bytes=1341 * MIB, low_bytes=1341 * MIB, high_bytes=1341 * MIB, source=article, is_measured=False
     )
     device = with_context(find_device("V100 16GB SXM2"), context)
-    plain = jobs.Recipe(model="bert-large", tokens=512, max_gradient_norm=1.0)
-    accumulated = replace(plain, accumulation=4)
-    checkpointed = replace(accumulated, checkpoints=True)
-    small = replace(checkpointed, fp16=True)
+    plain: dict[str, Any] = {"name": "bert-large", "tokens": 512, "max_gradient_norm": 1.0}
+    accumulated = plain | {"accumulation": 4}
+    checkpointed = accumulated | {"checkpoints": True}
+    small = checkpointed | {"fp16": True}
     experiment = partial(Experiment, table="E BERT-large", device=device)
 
-    def row(name: str, mib: int, recipe: jobs.Recipe, *, variant: str = "", why: str = "") -> Experiment:
+    def row(name: str, mib: int, recipe: dict[str, Any], *, variant: str = "", why: str = "") -> Experiment:
         return experiment(
             name=name,
             variant=variant,
             published_bytes=mib * MIB,
-            job=jobs.text_job(recipe),
-            micro_batch_size=4 // recipe.accumulation,
+            job=job_as_published(text_recipe(**recipe)),
+            micro_batch_size=4 // recipe.get("accumulation", 1),
             differs=_BERT_DIFFERS
-            + (_FP16_DIFFERS if recipe.fp16 else ())
-            + (_ADAM8BIT_DIFFERS if "8-bit" in recipe.optimizer else ()),
+            + (_FP16_DIFFERS if "fp16" in recipe else ())
+            + (_ADAM8BIT_DIFFERS if "8-bit" in recipe.get("optimizer", "") else ()),
             why=why,
         )
 
     kept = "8-bit Adam, word embeddings in float32"
     everything = "1 × 4, checkpointing, fp16"
     yield row("batch 4, fp32", 14949, plain)
-    newer = replace(plain, torch_saves_softmax_input=False)
+    newer = plain | {"torch_saves_softmax_input": False}
     yield row("batch 4, fp32", 14949, newer, variant="torch 1.11 or later", why=_SOFTMAX_WHY)
     yield row("1 × 4", 8681, accumulated)
     yield row("1 × 4, checkpointing", 6775, checkpointed)
-    yield row("batch 4, fp16", 13939, replace(plain, fp16=True), why=_BERT_FP16_WHY)
+    yield row("batch 4, fp16", 13939, plain | {"fp16": True}, why=_BERT_FP16_WHY)
     yield row(everything, 7275, small)
-    yield row("batch 4, Adafactor", 12295, replace(plain, optimizer="Adafactor"))
-    yield row(f"{everything}, Adafactor", 4847, replace(small, optimizer="Adafactor"))
-    yield row("batch 4, 8-bit Adam", 13085, replace(plain, optimizer="8-bit Adam"))
-    yield row("batch 4, 8-bit Adam", 13085, replace(plain, optimizer=kept), variant="embeddings in float32")
-    yield row(f"{everything}, 8-bit Adam", 5363, replace(small, optimizer="8-bit Adam"))
-    yield row(
-        f"{everything}, 8-bit Adam", 5363, replace(small, optimizer=kept), variant="embeddings in float32"
-    )
+    yield row("batch 4, Adafactor", 12295, plain | {"optimizer": "Adafactor"})
+    yield row(f"{everything}, Adafactor", 4847, small | {"optimizer": "Adafactor"})
+    yield row("batch 4, 8-bit Adam", 13085, plain | {"optimizer": "8-bit Adam"})
+    yield row("batch 4, 8-bit Adam", 13085, plain | {"optimizer": kept}, variant="embeddings in float32")
+    yield row(f"{everything}, 8-bit Adam", 5363, small | {"optimizer": "8-bit Adam"})
+    yield row(f"{everything}, 8-bit Adam", 5363, small | {"optimizer": kept}, variant="embeddings in float32")
 
 
 if __name__ == "__main__":

@@ -364,7 +364,9 @@ def compare(
         str | None,
         typer.Option(
             help="Predict a comparison that a guide published, beside its figures, instead of a model: "
-            "bert-large, xlm-r, vgg16, batch-norm or deep-mlp. Default device: that of the guide."
+            "bert-large, xlm-r, amp, dtypes, accumulation, batch-norm, bert-checkpointing, vgg16, deep-mlp, "
+            "optimizers, anatomy, sizes, memory-format, dataloader, distributed, balanced-loss, zero or moe. "
+            "Default device: that of the guide."
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,

@@ -7,13 +7,15 @@ from typing import Any
 
 from brimful.codec import to_json_document
 from brimful.report.layout import Listing, Part, Remark, Report
-from brimful.results import StudyResult, StudyRow
+from brimful.results import StudyFigure, StudyPrediction, StudyResult, StudyRow
 from brimful.utils.quantities import format_bytes, format_seconds
 
-_HEADING = ("", "predicted", "published", "error", "samples/s", "published", "error")
-_LINE = "  {:<39}{:>9}{:>10}{:>8}{:>10}{:>10}{:>6}"
+_HEADING = ("", "today", "then", "published", "error", "samples/s", "published", "error")
+_LINE = "  {:<41}{:>10}{:>10}{:>10}{:>7}{:>10}{:>10}{:>7}"
+_FIGURE_HEADING = ("", "", "predicted", "published", "")
+_FIGURE_LINE = "  {:<41}{:<22}{:>10}{:>10}  {}"
 _SMALL_HEADING = ("", "peak", "time", "loss", "accuracy", "published")
-_SMALL_LINE = "  {:<39}{:>10}{:>8}{:>14}{:>10}{:>11}"
+_SMALL_LINE = "  {:<41}{:>10}{:>8}{:>14}{:>10}{:>11}"
 
 
 def study_report(study: StudyResult) -> Report:
@@ -35,7 +37,8 @@ def _parts(study: StudyResult) -> Iterator[Part]:
     full = tuple(
         (
             row.label,
-            format_bytes(row.predicted_peak_device_bytes),
+            _peak(row.today),
+            _peak(row.as_published),
             _published_peak(row),
             _error(peak_error),
             _predicted_speed(row, ratio),
@@ -43,10 +46,17 @@ def _parts(study: StudyResult) -> Iterator[Part]:
             _error(speed_error),
         )
         for row, peak_error, speed_error, ratio in figures
-        if row.predicted_peak_device_bytes is not None
+        if row.compared is not None
     )
     if full:
         yield Listing(title="Full scale: peak memory and speed", line=_LINE, heading=_HEADING, rows=full)
+    further = tuple(
+        (row.label if index == 0 else "", figure.name, *_figure_cells(figure))
+        for row in study.rows
+        for index, figure in enumerate(row.figures)
+    )
+    if further:
+        yield Listing(title="Further figures", line=_FIGURE_LINE, heading=_FIGURE_HEADING, rows=further)
     small = tuple(_small_cells(row) for row in study.rows if row.small is not None)
     if small:
         title = "Small scale, run on this machine: peak memory, and what was learnt"
@@ -54,6 +64,8 @@ def _parts(study: StudyResult) -> Iterator[Part]:
     else:
         yield Remark("", "--measure trains the small scale of each row on the CPU.")
     yield from (Remark(row.label, row.why_not) for row in study.rows if row.why_not)
+    if any(row.as_published for row in study.rows):
+        yield Remark("then", "by loops as the article's software ran them; speeds and errors are of these")
     yield Remark("", study.conclusion)
     yield Remark("published by", study.source)
     yield from (Remark("note", note) for note in study.notes)
@@ -63,12 +75,26 @@ def _error(error: float | None) -> str:
     return "–" if error is None else f"{error:+.0%}"
 
 
+def _peak(prediction: StudyPrediction | None) -> str:
+    return "–" if prediction is None else format_bytes(prediction.predicted_peak_device_bytes)
+
+
+def _figure_cells(figure: StudyFigure) -> tuple[str, str, str]:
+    """Predicted, published, unit."""
+    is_bytes = figure.unit == "bytes"
+    cells = (
+        "–" if number is None else format_bytes(int(number)) if is_bytes else _number(number)
+        for number in (figure.predicted, figure.published)
+    )
+    return (*cells, "" if is_bytes else figure.unit)  # type: ignore[return-value]
+
+
 def _predicted_speed(row: StudyRow, ratio: float | None) -> str:
-    if row.predicted_samples_per_second is None or not row.predicted_fits:
+    if row.compared is None or not row.compared.predicted_fits:
         return "over"
     if row.published.relative_speed is not None and ratio is not None:
         return f"{ratio:.2f} ×"
-    return _number(row.predicted_samples_per_second)
+    return _number(row.compared.predicted_samples_per_second)
 
 
 def _published_peak(row: StudyRow) -> str:

@@ -8,7 +8,7 @@ from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.sample_size import SampleSize, describe_growth, larger_entries
 from brimful.results.self_correction import JobCalibration, SelfCorrection
-from brimful.results.study import Published, SmallRun, StudyResult, StudyRow
+from brimful.results.study import Published, SmallRun, StudyFigure, StudyPrediction, StudyResult, StudyRow
 from brimful.results.suggestion import Probability, Suggestion
 from brimful.results.training_run import (
     WAITING_FRACTION,
@@ -43,6 +43,8 @@ __all__ = [
     "SmallRun",
     "StepRecord",
     "StopReason",
+    "StudyFigure",
+    "StudyPrediction",
     "StudyResult",
     "StudyRow",
     "Suggestion",

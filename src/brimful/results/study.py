@@ -15,9 +15,30 @@ class Published:
     is_out_of_memory: bool = False
     samples_per_second: float | None = None
     relative_speed: float | None = None
-    """Speed beside the first row that ran, where the article has times of an epoch of unknown size."""
+    """Speed beside the first row of the same group that ran, where the article has times of runs of unknown
+    size."""
     accuracy: float | None = None
-    """Fraction of the validation samples."""
+    """Fraction of the validation samples, or the article's other measure of quality."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyPrediction:
+    """What is predicted of one row at full scale."""
+
+    predicted_peak_device_bytes: int
+    predicted_fits: bool
+    predicted_samples_per_second: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyFigure:
+    """A further figure of a row, such as the bytes of one kind of tensor."""
+
+    name: str
+    unit: str
+    """"bytes", or of what else it is a number."""
+    predicted: float
+    published: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +60,25 @@ class StudyRow:
     """One row of a study."""
 
     label: str
+    group: str = ""
+    """Speeds are relative within a group."""
     published: Published
-    predicted_peak_device_bytes: int | None = None
-    """None where the row has no full scale, or cannot be predicted."""
-    predicted_fits: bool | None = None
-    predicted_samples_per_second: float | None = None
+    today: StudyPrediction | None = None
+    """By brimful's own loop and the software of today. None where the row has no full scale, or cannot be
+    predicted."""
+    as_published: StudyPrediction | None = None
+    """By a loop as the article's software ran it, on the article's device. None where that is not known, or not
+    needed: errors are then of `today`."""
+    figures: tuple[StudyFigure, ...] = ()
     small: SmallRun | None = None
     """None unless it was asked for."""
     why_not: str = ""
     """Why it could not be predicted or run."""
+
+    @property
+    def compared(self) -> StudyPrediction | None:
+        """The prediction that is compared with what was published."""
+        return self.as_published or self.today
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +89,7 @@ class StudyResult(PrintedResult):
     title: str
     source: str
     device: str
-    """What is predicted is for this device."""
+    """What is predicted is for this device, unless a row's group names another."""
     is_published_device: bool
     """Whether it is the article's; predictions of another are not compared with what was published."""
     rows: tuple[StudyRow, ...]
@@ -70,29 +101,35 @@ class StudyResult(PrintedResult):
     def peak_errors(self) -> tuple[float | None, ...]:
         """For each row the predicted peak relative to the published one, less 1; None without both."""
         return tuple(
-            self._error(row.predicted_peak_device_bytes, row.published.peak_device_bytes) for row in self.rows
+            self._error(None if row.compared is None else row.compared.predicted_peak_device_bytes, published)
+            for row in self.rows
+            for published in [row.published.peak_device_bytes]
         )
 
     def speed_errors(self) -> tuple[float | None, ...]:
         """For each row the predicted speed relative to the published one, less 1; None without both."""
         return tuple(
-            self._error(row.predicted_samples_per_second, row.published.samples_per_second)
+            self._error(_speed(row), row.published.samples_per_second)
             if row.published.samples_per_second is not None
             else self._error(ratio, row.published.relative_speed)
             for row, ratio in zip(self.rows, self.speed_ratios(), strict=True)
         )
 
     def speed_ratios(self) -> tuple[float | None, ...]:
-        """For each row the predicted speed beside the row that published ratios are of; None for that row."""
-        base = next((row for row in self.rows if row.published.relative_speed is not None), None)
-        base_speed = None if base is None else base.predicted_samples_per_second
-        return tuple(
-            None
-            if row is base or base_speed is None or row.predicted_samples_per_second is None
-            else row.predicted_samples_per_second / base_speed
-            for row in self.rows
-        )
+        """For each row the predicted speed beside its group's row that published ratios are of; None for that
+        row."""
+        return tuple(self._ratio(row) for row in self.rows)
+
+    def _ratio(self, row: StudyRow) -> float | None:
+        of_group = (each for each in self.rows if each.group == row.group)
+        base = next((each for each in of_group if each.published.relative_speed is not None), None)
+        speed, base_speed = _speed(row), None if base is None else _speed(base)
+        return None if row is base or base_speed is None or speed is None else speed / base_speed
 
     def _error(self, predicted: float | None, published: float | None) -> float | None:
         is_known = self.is_published_device and predicted is not None and published is not None
         return predicted / published - 1 if is_known else None  # type: ignore[operator]
+
+
+def _speed(row: StudyRow) -> float | None:
+    return None if row.compared is None else row.compared.predicted_samples_per_second

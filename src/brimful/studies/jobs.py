@@ -7,6 +7,7 @@ The small data are scikit-learn's handwritten digits, 1797 images of 8 × 8 pixe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.data import DataLoader, Dataset
 
 from brimful.errors import UsageError
 from brimful.job import Data, Job
 from brimful.models import find_architecture
 from brimful.optimizers import named_optimizer
+from brimful.studies.published_loops import Recipe, VGG16WithHead, vgg_recipe, whole
 
 # B samples, T bytes of a window
 
@@ -63,16 +66,70 @@ def _accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"accuracy": (model(batch["x"]).argmax(1) == batch["y"]).float().mean()}
 
 
-def digits_job(network: Callable[[], nn.Module]) -> Job:
+def digits_job(
+    network: Callable[[], nn.Module], *, optimizer: str = "adamw", learning_rate: float = _LEARNING_RATE
+) -> Job:
     """A network that classifies the digits: (B, 1, 8, 8) → (B, 10)."""
     return Job(
         model=network,
         loss=_loss,
         batch=lambda samples: {name: tensor[:samples] for name, tensor in _digits().items()},
-        optimizer=named_optimizer("adamw", learning_rate=_LEARNING_RATE),
+        optimizer=named_optimizer(optimizer, learning_rate=learning_rate),
         metrics=_accuracy,
         data=lambda: _split(_digits()),
         name="digits",
+    )
+
+
+def loaded_digits_job(workers: int, batch: int) -> Job:
+    """The same digits, each enlarged, rotated and reduced again by a DataLoader's workers."""
+    job = digits_job(partial(normed_mlp, group_norm))
+
+    def data() -> Data:
+        split = _split(_digits())
+        loader = DataLoader(
+            _Rotated(split.train["x"], split.train["y"]),  # type: ignore[index]
+            batch_size=batch,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+        return replace(split, train=loader)
+
+    return replace(job, data=data)
+
+
+_ENLARGED = 320
+"""Pixels along each side while a digit is rotated."""
+
+
+class _Rotated(Dataset[dict[str, Tensor]]):
+    """Digits whose preparation takes about as long as a JPEG's decoding, a few milliseconds."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        enlarged = F.interpolate(self.images[index][None], size=_ENLARGED, mode="bicubic")
+        angle = (torch.rand(()) - 0.5) / 2
+        turn = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos())).reshape(2, 2)
+        grid = F.affine_grid(F.pad(turn, (0, 1))[None], [1, 1, _ENLARGED, _ENLARGED], align_corners=False)
+        turned = F.grid_sample(enlarged, grid, align_corners=False)
+        return {"x": F.adaptive_avg_pool2d(turned, 8)[0], "y": self.labels[index]}
+
+
+def wide_mlp(width: int) -> nn.Module:
+    """Two hidden layers of a width."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, _CLASSES),
     )
 
 
@@ -114,27 +171,24 @@ class Segmented(nn.Module):
         return checkpoint_sequential(self.layers, self.segments, x, use_reentrant=False)  # type: ignore
 
 
-def vgg16(segments: int) -> nn.Module:
-    """VGG16 for two classes, all of its layers in one Sequential."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for convolutions_, width in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
-        for _ in range(convolutions_):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
-            channels = width
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.Flatten(), nn.Linear(25088, 4096), nn.ReLU(), nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU()]
-    return Segmented(nn.Sequential(*layers, nn.Dropout(), nn.Linear(4096, 2)), segments)
-
-
 def vgg16_job(segments: int) -> Job:
-    """Batches of random images; SGD with momentum."""
+    """The article's VGG16 as one Sequential in segments; SGD with momentum."""
+
+    def build() -> nn.Module:
+        layers = VGG16WithHead()
+        return Segmented(nn.Sequential(*layers.features, *layers.head), segments)
+
+    return from_recipe(vgg_recipe(whole), "sgd", build)
+
+
+def from_recipe(recipe: Recipe, optimizer: str, model: Callable[[], nn.Module] | None = None) -> Job:
+    """Model, loss and batch of an article in brimful's own loop."""
     return Job(
-        model=partial(vgg16, segments),
-        loss=_loss,
-        batch=lambda samples: {"x": torch.randn(samples, 3, 224, 224), "y": torch.randint(0, 2, (samples,))},
-        optimizer="sgd",
-        name="vgg16",
+        model=model or recipe.model,
+        loss=recipe.loss,
+        batch=recipe.batch,
+        optimizer=optimizer,
+        name=recipe.name,
     )
 
 
@@ -174,9 +228,138 @@ def deep_mlp_job(layers: int, width: int, segments: int) -> Job:
     )
 
 
-def text_job(name: str) -> Job:
-    """A built-in text classifier over 512 tokens."""
-    return find_architecture(name, sequence_length=512)
+def text_job(name: str, **options: Any) -> Job:
+    """A built-in text model, over 512 tokens unless `sequence_length` is given."""
+    return find_architecture(name, **{"sequence_length": 512} | options)
+
+
+def gpt2_job(vocabulary: int, width: int = 768) -> Job:
+    """GPT-2 of 12 layers, 1024 tokens, with a vocabulary and a width of its own."""
+
+    def build() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        model: nn.Module = GPT2LMHeadModel(
+            GPT2Config(vocab_size=vocabulary, n_embd=width, n_head=width // 64 if width % 64 == 0 else 10)
+        )
+        return model
+
+    return _language_model(build, vocabulary, 1024, "gpt2")
+
+
+def _language_model(build: Callable[[], nn.Module], vocabulary: int, tokens: int, name: str) -> Job:
+    """A language model of random tokens."""
+    return Job(
+        model=build,
+        loss=_next_token_loss,
+        batch=lambda samples: {"input_ids": torch.randint(0, vocabulary, (samples, tokens))},
+        optimizer="adamw",
+        name=name,
+    )
+
+
+def experts_job(experts: int, per_token: int, *, is_small: bool = False, is_bf16: bool = False) -> Job:
+    """A decoder whose feed-forward layers are mixtures of experts; with one expert it is dense.
+
+    Full: 12 layers of width 1024, 1024 tokens; small: 2 of width 64, windows of the help topics. `is_bf16`
+    makes the weights bfloat16.
+    """
+    sizes: dict[str, Any] = (
+        {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        if is_small
+        else {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+    )
+    heads, tokens = (4, _WINDOW) if is_small else (16, 1024)
+
+    def build() -> nn.Module:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            **sizes,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            num_local_experts=experts,
+            num_experts_per_tok=per_token,
+            max_position_embeddings=tokens,
+            use_cache=False,
+        )
+        model: nn.Module = MixtralForCausalLM(config)
+        return model.to(torch.bfloat16) if is_bf16 else model
+
+    if is_small:
+        return _next_byte_job(build)
+    return _language_model(build, sizes["vocab_size"], tokens, f"{experts}-experts")
+
+
+def small_gpt_job() -> Job:
+    """A small GPT-2 over the bytes of the help topics, its output layer as wide as its hidden layers."""
+
+    def build() -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=4096, n_positions=_WINDOW, n_embd=64, n_layer=2, n_head=4, use_cache=False,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        model: nn.Module = GPT2LMHeadModel(config)
+        return model
+
+    return _next_byte_job(build)
+
+
+def _next_byte_job(build: Callable[[], nn.Module]) -> Job:
+    return Job(
+        model=build,
+        loss=_next_token_loss,
+        batch=lambda samples: {"input_ids": _topics()["input_ids"][:samples]},
+        optimizer=named_optimizer("adamw", learning_rate=3 * _LEARNING_RATE),
+        metrics=_next_byte_accuracy,
+        data=lambda: _split({"input_ids": _topics()["input_ids"]}),
+        name="help-topics",
+    )
+
+
+def _next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+
+
+def _next_byte_accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    guessed = model(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1)
+    return {"accuracy": (guessed == batch["input_ids"][:, 1:]).float().mean()}
+
+
+_CHINESE = 21128
+"""Vocabulary of google-bert/bert-base-chinese, which the article computes with."""
+
+
+def gathered_logits_job(gathered: int) -> Job:
+    """BERT-base as a language model; the loss also takes logits of other GPUs' samples, as DataParallel's does.
+
+    `gathered` is the number of samples of other GPUs for each own one.
+    """
+
+    def build() -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
+
+        model: nn.Module = BertForMaskedLM(BertConfig(vocab_size=_CHINESE))
+        return model
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        labels = batch["input_ids"]
+        if gathered:
+            others = logits.new_zeros(gathered * len(logits), *logits.shape[1:], requires_grad=True)
+            logits, labels = torch.cat((logits, others)), labels.repeat(gathered + 1, 1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return Job(
+        model=build,
+        loss=loss,
+        batch=lambda samples: {"input_ids": torch.randint(0, _CHINESE, (samples, 512))},
+        optimizer="adamw",
+        name="bert-base-lm",
+    )
 
 
 _TOPICS = 8

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from brimful.api import estimate, fit
 from brimful.devices import Device, find_device
 from brimful.errors import BrimfulError, InterruptedRunError
 from brimful.job import Job
-from brimful.prediction import Verdict
+from brimful.prediction import Estimate, Verdict
 from brimful.profiling.named_device import DeviceLike, resolve_device
-from brimful.results import Published, SmallRun, StopReason, StudyResult, StudyRow
+from brimful.results import (
+    Published,
+    SmallRun,
+    StopReason,
+    StudyFigure,
+    StudyPrediction,
+    StudyResult,
+    StudyRow,
+)
+from brimful.settings import Parallelism
 from brimful.utils.status import busy, report
 
 SMALL_DEVICE = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A further figure of a row."""
+
+    name: str
+    unit: str
+    of: Callable[[Estimate], float]
+    published: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Processes that train the small scale of a row together, over gloo."""
+
+    count: int
+    parallelism: Parallelism
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +57,23 @@ class Case:
     """One row: a model and how it trains, at full scale and at a small one."""
 
     label: str
+    group: str = ""
+    """Speeds are relative within a group."""
+    device: str | None = None
+    """A name from the hardware table. Default: that of the study."""
     job: Callable[[], Job] | None = None
     """None for a row that only has a small scale."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """As for `brimful.estimate`."""
+    as_published: Callable[[], Job] | None = None
+    """A job whose own loop is that of the article's software."""
+    loop_batch: int = 1
+    """Samples of each batch of that loop."""
     published: Published = field(default_factory=Published)
+    figures: tuple[Figure, ...] = ()
     small_job: Callable[[], Job] | None = None
     small_options: Mapping[str, Any] = field(default_factory=dict)
+    small_ranks: Ranks | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +83,11 @@ class Study:
     name: str
     title: str
     source: str
+    """The article and its address."""
     device: str
     """A name from the hardware table."""
+    find_device_then: Callable[[str], Device] = find_device
+    """The device of a name with the CUDA context of the article's software."""
     cases: tuple[Case, ...]
     conclusion: str
     epochs: int
@@ -56,40 +102,105 @@ def run_study(study: Study, device: DeviceLike | None = None, *, runs_small: boo
     Default of `device`: that of the article.
     """
     target = resolve_device(study.device if device is None else device)
-    rows = tuple(_row(case, study, target, runs_small=runs_small) for case in study.cases)
+    is_published_device = target.name == find_device(study.device).name
+    rows = tuple(
+        _row(case, study, None if is_published_device else target, runs_small=runs_small)
+        for case in study.cases
+    )
     return StudyResult(
         name=study.name,
         title=study.title,
         source=study.source,
         device=target.name,
-        is_published_device=target.name == find_device(study.device).name,
+        is_published_device=is_published_device,
         rows=rows,
         conclusion=study.conclusion,
         notes=study.notes,
     )
 
 
-def _row(case: Case, study: Study, device: Device, *, runs_small: bool) -> StudyRow:
+def _row(case: Case, study: Study, other_device: Device | None, *, runs_small: bool) -> StudyRow:
+    """One row; `other_device` replaces the article's."""
     found: dict[str, Any] = {}
+    name = case.device or study.device
     try:
         if case.job is not None:
             report(f"predicting {case.label}")
-            predicted = estimate(case.job(), device, **case.options)
-            found["predicted_peak_device_bytes"] = predicted.predicted_peak_device_bytes
-            found["predicted_fits"] = predicted.verdict is not Verdict.DOES_NOT_FIT
-            found["predicted_samples_per_second"] = predicted.predicted_samples_per_second
+            predicted = estimate(case.job(), other_device or find_device(name), suggest=False, **case.options)
+            found["today"] = _prediction(predicted)
+            found["figures"] = tuple(_figure(figure, predicted) for figure in case.figures)
+        if case.as_published is not None and other_device is None:
+            report(f"predicting {case.label} as published")
+            then = study.find_device_then(name)
+            predicted = estimate(case.as_published(), then, micro_batch_size=case.loop_batch, suggest=False)
+            found["as_published"] = _prediction(predicted)
+            found["figures"] = tuple(_figure(figure, predicted) for figure in case.figures)
         if runs_small and case.small_job is not None:
             report(f"training {case.label}")
-            found["small"] = _small_run(case.small_job(), case.small_options, study.epochs)
+            found["small"] = _small_run(case, study.epochs)
     except InterruptedRunError:
         raise
     except BrimfulError as error:
         found["why_not"] = str(error)
-    return StudyRow(label=case.label, published=case.published, **found)
+    return StudyRow(label=case.label, group=case.group, published=case.published, **found)
 
 
-def _small_run(job: Job, options: Mapping[str, Any], epochs: int) -> SmallRun:
-    settings = estimate(job, SMALL_DEVICE, **options).settings
+def _prediction(predicted: Estimate) -> StudyPrediction:
+    return StudyPrediction(
+        predicted_peak_device_bytes=predicted.predicted_peak_device_bytes,
+        predicted_fits=predicted.verdict is not Verdict.DOES_NOT_FIT,
+        predicted_samples_per_second=predicted.predicted_samples_per_second,
+    )
+
+
+def _figure(figure: Figure, predicted: Estimate) -> StudyFigure:
+    return StudyFigure(
+        name=figure.name, unit=figure.unit, predicted=figure.of(predicted), published=figure.published
+    )
+
+
+def _small_run(case: Case, epochs: int) -> SmallRun:
+    assert case.small_job is not None
+    if case.small_ranks is None:
+        return _trained(case.small_job, case.small_options, epochs)
+    count = case.small_ranks.count
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(count, mp_context=context) as pool:
+        training = [
+            pool.submit(
+                _on_rank, rank, Path(folder), case.small_ranks, case.small_job, case.small_options, epochs
+            )
+            for rank in range(count)
+        ]
+        return next(iter([each.result() for each in training]))
+
+
+def _on_rank(
+    rank: int,
+    folder: Path,
+    ranks: Ranks,
+    make_job: Callable[[], Job],
+    options: Mapping[str, Any],
+    epochs: int,
+) -> SmallRun:
+    """Train in a process of its own, beside those of the other ranks."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks.count
+    )
+    try:
+        return _trained(make_job, options, epochs, ranks)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _trained(
+    make_job: Callable[[], Job], options: Mapping[str, Any], epochs: int, ranks: Ranks | None = None
+) -> SmallRun:
+    job = make_job()
+    settings = estimate(job, SMALL_DEVICE, suggest=False, **options).settings
+    if ranks is not None:
+        settings = replace(settings, world_size=ranks.count, parallelism=ranks.parallelism)
     start = time.perf_counter()
     result, _ = fit(job, settings, epochs=epochs, device=SMALL_DEVICE, show_progress=False, verify=False)
     seconds = time.perf_counter() - start

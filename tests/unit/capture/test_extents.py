@@ -205,3 +205,21 @@ def test_attention_is_causal_in_both_directions_or_in_none(is_causal: bool, is_f
     attention = [op for op in ops if "scaled_dot_product" in op.name]
     assert [op.extents[-1] for op in attention] == [is_causal] * 2
     assert all(("flash" if is_flash else "efficient") in op.name for op in attention)
+
+
+class Grouped(nn.Module):
+    """Three linear layers, each for a third of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 8, 12], dtype=torch.int32, device=x.device)
+        return torch._grouped_mm(x.flatten(0, 1).bfloat16(), self.weight.bfloat16(), ends)
+
+
+def test_groups_of_rows_are_one_product() -> None:
+    forward, *backward = extents(ops_of(Grouped(), 3, 16), "_grouped_mm")
+    assert forward == Product(1, 12, 32, 16)
+    assert sorted(product.rows * product.columns * product.inner for product in backward) == [12 * 32 * 16] * 2

@@ -9,7 +9,14 @@ import pytest
 from brimful.api import estimate, fit
 from brimful.errors import InterruptedRunError, UnknownNameError
 from brimful.report import study_document
-from brimful.results import Published, StopReason, StudyResult, StudyRow
+from brimful.results import (
+    Published,
+    StopReason,
+    StudyFigure,
+    StudyPrediction,
+    StudyResult,
+    StudyRow,
+)
 from brimful.studies import STUDIES, Study, find_study, run_study
 from brimful.studies.jobs import deep_mlp_job
 
@@ -17,7 +24,7 @@ pytest.importorskip("sklearn")
 
 
 def small_scale(study: Study) -> Study:
-    return replace(study, cases=tuple(replace(case, job=None) for case in study.cases))
+    return replace(study, cases=tuple(replace(case, job=None, as_published=None) for case in study.cases))
 
 
 def by_label(result: StudyResult) -> dict[str, StudyRow]:
@@ -56,23 +63,42 @@ def test_the_square_root_of_the_layers_is_about_the_best_number_of_segments() ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-large", "xlm-r"])
-def test_the_small_scale_of_text_learns(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(STUDIES.keys() - {"batch-norm", "vgg16", "deep-mlp"}))
+def test_the_small_scale_learns(name: str) -> None:
     rows = by_label(run_study(small_scale(STUDIES[name]), runs_small=True))
     ran = [row.small for row in rows.values() if row.small is not None]
-    assert len(ran) >= len(rows) - 2  # 8-bit Adam is for GPUs
+    assert ran
     for small in ran:
-        assert small.validation_loss < small.first_training_loss
-        assert small.accuracy > 0.2  # of eight topics
+        assert small.validation_loss < 0.95 * small.first_training_loss
+        assert small.accuracy > 0.2  # of eight topics, ten digits or 128 bytes
+
+
+def test_processes_and_micro_batches_train_as_the_whole_batch_does() -> None:
+    alone, together, *_ = run_study(small_scale(STUDIES["distributed"]), runs_small=True).rows
+    whole, parts, _half = run_study(small_scale(STUDIES["accumulation"]), runs_small=True).rows
+    for one, other in ((alone, together), (whole, parts)):
+        assert one.small is not None
+        assert other.small is not None
+        assert other.small.validation_loss == pytest.approx(one.small.validation_loss, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(STUDIES))
+def test_each_row_is_predicted(name: str) -> None:
+    """On another GPU, so that loops of articles are not captured again: their benchmark is published.py."""
+    result = run_study(STUDIES[name], "A100 80GB SXM")
+    assert [row.why_not for row in result.rows] == [""] * len(result.rows)
+    assert STUDIES[name].conclusion in str(result)
 
 
 def test_predictions_stand_beside_published_figures() -> None:
     result = run_study(STUDIES["vgg16"])
     whole, segments = result.rows
-    assert whole.predicted_peak_device_bytes is not None
-    assert segments.predicted_peak_device_bytes is not None
-    assert segments.predicted_peak_device_bytes < whole.predicted_peak_device_bytes
-    assert result.peak_errors()[0] == whole.predicted_peak_device_bytes / (14222 * 2**20) - 1
+    assert whole.today is not None
+    assert whole.as_published is not None
+    assert segments.today is not None
+    assert segments.today.predicted_peak_device_bytes < whole.today.predicted_peak_device_bytes
+    assert result.peak_errors()[0] == whole.as_published.predicted_peak_device_bytes / (14222 * 2**20) - 1
     assert result.speed_errors()[0] is None  # the others are relative to it
     assert result.speed_errors()[1] is not None
     document = json.loads(json.dumps(study_document(result)))
@@ -80,6 +106,27 @@ def test_predictions_stand_beside_published_figures() -> None:
     text = str(result)
     assert "13.9 GiB" in text
     assert STUDIES["vgg16"].conclusion in text
+
+
+def test_the_loop_of_the_article_is_predicted_for_its_device_alone() -> None:
+    study = STUDIES["vgg16"]
+    result = run_study(replace(study, cases=study.cases[:1]), "T4")
+    assert result.rows[0].today is not None
+    assert result.rows[0].as_published is None
+    assert result.peak_errors() == (None,)
+
+
+def test_bert_large_takes_the_memory_that_was_published() -> None:
+    study = STUDIES["bert-large"]
+    result = run_study(replace(study, cases=study.cases[:1]))
+    (error,) = result.peak_errors()
+    assert error == pytest.approx(0, abs=0.01)
+
+
+def predicted(peak_bytes: int, speed: float, *, fits: bool = True) -> StudyPrediction:
+    return StudyPrediction(
+        predicted_peak_device_bytes=peak_bytes, predicted_fits=fits, predicted_samples_per_second=speed
+    )
 
 
 def test_errors_are_relative_to_what_is_published() -> None:
@@ -94,31 +141,35 @@ def test_errors_are_relative_to_what_is_published() -> None:
             StudyRow(
                 label="a",
                 published=Published(relative_speed=1.0, peak_device_bytes=100),
-                predicted_peak_device_bytes=90,
-                predicted_fits=True,
-                predicted_samples_per_second=10.0,
+                today=predicted(50, 20.0),
+                as_published=predicted(90, 10.0),
             ),
-            StudyRow(
-                label="b",
-                published=Published(relative_speed=2.0),
-                predicted_peak_device_bytes=90,
-                predicted_fits=True,
-                predicted_samples_per_second=15.0,
-            ),
+            StudyRow(label="b", published=Published(relative_speed=2.0), today=predicted(90, 15.0)),
             StudyRow(
                 label="c",
                 published=Published(is_out_of_memory=True),
-                predicted_peak_device_bytes=900,
-                predicted_fits=False,
-                predicted_samples_per_second=15.0,
+                today=predicted(900, 15.0, fits=False),
+            ),
+            StudyRow(
+                label="d",
+                group="another",
+                published=Published(relative_speed=1.0),
+                today=predicted(90, 1.0),
+                figures=(
+                    StudyFigure(name="weights", unit="bytes", predicted=3 * 2**20, published=2 * 2**20),
+                    StudyFigure(name="state", unit="bytes per parameter", predicted=8.01),
+                ),
             ),
         ),
     )
-    assert result.peak_errors() == (pytest.approx(-0.1), None, None)
-    assert result.speed_errors() == (None, pytest.approx(-0.25), None)
-    assert "over" in str(result)
+    assert result.peak_errors() == (pytest.approx(-0.1), None, None, None)
+    assert result.speed_errors() == (None, pytest.approx(-0.25), None, None)
+    text = str(result)
+    assert "over" in text
+    assert "3 MiB" in text
+    assert "8.01" in text
     elsewhere = replace(result, is_published_device=False)
-    assert elsewhere.peak_errors() == elsewhere.speed_errors() == (None, None, None)
+    assert elsewhere.peak_errors() == elsewhere.speed_errors() == (None,) * 4
 
 
 def test_an_unknown_study_names_those_that_there_are() -> None:

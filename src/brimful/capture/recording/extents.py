@@ -85,6 +85,15 @@ def _is_matrix_transposed(matrix: Tensor) -> bool:
     return matrix.stride(-2) == 1 and matrix.stride(-1) != 1
 
 
+def _grouped_product(a: Tensor, b: Tensor, *_: Any) -> Product:
+    """The extents of products whose rows, columns or summands are divided among groups, as one product of all.
+
+    One kernel runs them together. How many rows each group has only data say.
+    """
+    product = _product(a, b)
+    return product if a.dim() == b.dim() else product._replace(products=1)
+
+
 def _product_and_sum(_summand: Tensor, a: Tensor, b: Tensor, *_: Any) -> Product:
     return _product(a, b)
 
@@ -228,6 +237,7 @@ _ATTENTIONS = frozenset(
 _MEASURES: dict[Any, Callable[..., tuple[int, ...]]] = {
     aten.mm: _product,
     aten.bmm: _product,
+    aten._grouped_mm: _grouped_product,
     aten.addmm: _product_and_sum,
     aten.baddbmm: _product_and_sum,
     aten.convolution: _convolution,
