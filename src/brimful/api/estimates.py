@@ -44,7 +44,7 @@ from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.requests import request_of
-from brimful.results import Suggestion, describe_growth
+from brimful.results import describe_growth
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -217,7 +217,7 @@ class _Question:
         is_usual = self.allocator == AllocatorSettings.of(settings) and not (self.evaluates or self.without)
         is_asked = self.suggests and is_usual
         if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_asked:
-            found = replace(found, suggestions=_suggested(longest.job, self.device, trace, found))
+            found = _with_suggestions(longest.job, self.device, trace, found)
         return replace(found, at_sizes=AtSizes(decided.estimator)), trace
 
     def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
@@ -294,8 +294,8 @@ class _Question:
         )
 
 
-def _suggested(job: Job, device: Device, trace: Trace, estimate: Estimate) -> tuple[Suggestion, ...]:
-    """The changes with which a step that does not fit would."""
+def _with_suggestions(job: Job, device: Device, trace: Trace, estimate: Estimate) -> Estimate:
+    """The estimate with the changes with which its step, which does not fit, would."""
     settings = estimate.settings
     asked = PlanOptions(precision=str(settings.precision), optimizer=settings.optimizer)
     request = request_of(
@@ -309,7 +309,10 @@ def _suggested(job: Job, device: Device, trace: Trace, estimate: Estimate) -> tu
     )
     request = replace(request, budget_bytes=estimate.capacity_bytes)
     capture = CachedCapture(job, device)
-    return what_an_estimate_lacks(capture, request, trace, estimate, JobChanges(job, device, capture))
+    skipped: list[str] = []
+    changes = JobChanges(job, device, capture)
+    suggested = what_an_estimate_lacks(capture, request, trace, estimate, changes, notes=skipped)
+    return replace(estimate, suggestions=suggested, notes=(*estimate.notes, *skipped))
 
 
 @undisturbed()
@@ -593,7 +596,7 @@ def _with_offloaded(settings: Settings, trace: Trace) -> Settings:
     units = find_units(trace)
     if len(units) < 2:
         raise UsageError(
-            f"offload_activations offloads all units but the last, such as blocks, and the model has {len(units)}."
+            f"offload_activations offloads all units (such as blocks) but the last; the model has {len(units)}."
         )
     return replace(settings, units=offloaded_units(units))
 

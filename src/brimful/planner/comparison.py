@@ -209,8 +209,8 @@ class _Technique:
 
 
 SplitComparison = Callable[[Settings, Trace], Comparison | None]
-"""Compares the loss of a batch with that of its micro-batches, given settings and the trace of the baseline; None
-if they are the same in any case."""
+"""Compares the loss of a batch with that of its micro-batches, given settings and the baseline's trace; None if
+they are the same in any case."""
 
 
 def compare_techniques(
@@ -289,7 +289,8 @@ class _Rows:
         try:
             settings = self._settings(technique, capture)
             # A single step makes the state of the optimizer before it, where backward would make it.
-            steps = 2 if settings.optimizer_in_backward else 1
+            # Other temporaries than the job's make the state of another optimizer, too.
+            steps = 2 if settings.optimizer_in_backward or settings.optimizer != self.settings.optimizer else 1
             predicted = self._estimate(technique.name, per_rank_trace(capture(settings, steps)))
         except (CaptureError, BatchError, UsageError) as error:
             why_not = str(error)
@@ -378,6 +379,7 @@ class _Rows:
         settings, predicted, why_not = None, None, ""
         try:
             settings = search(self._capture, request).settings
+            effect = "; ".join(filter(None, (settings.describe(), effect)))
             split = None if settings.gradient_accumulation_steps == 1 else self._split(settings)
             if split is None or split.holds:
                 predicted = self._estimate(name, per_rank_trace(self._capture(settings)))
@@ -446,7 +448,7 @@ class _Rows:
 
 
 def _uncertain(rows: Sequence[ComparedTechnique]) -> Iterator[str]:
-    """What is uncertain about predictions; if the baseline's is certain, with the first row that it is about."""
+    """What is uncertain about predictions, with the first row that it is about if not the baseline."""
     known: set[str] = set()
     for row in rows:
         items = [each for each in (row.predicted.uncertain if row.predicted else ()) if each not in known]

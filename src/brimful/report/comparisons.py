@@ -89,7 +89,7 @@ def _findings(comparison: TechniqueComparison) -> Iterator[str]:
     if same is None:
         yield "Nothing that computes what the baseline does fits."
     elif same.is_plan:
-        yield "The plan is the fastest that fits and computes what the baseline does."
+        yield f"The plan is the fastest that fits and computes what the baseline does: {same.effect}."
     else:
         yield f"The fastest that fits and computes what the baseline does: {same.technique}{_flag(same)}."
     if best is not None and best is not same:
