@@ -42,3 +42,7 @@ def job(**changes: Any) -> bf.Job:
 def plain_job() -> bf.Job:
     """The job without options, as a command names it: options of the model change it after it is made."""
     return job()
+
+
+def no_loop(model: nn.Module, batches: Any) -> None:
+    """A loop that trains nothing, so that a step shows that it is not used."""
