@@ -23,19 +23,21 @@ _MEASURED_HEADING = ("technique", "predicted", "measured", "error", "predicted",
 _MEASURED_LINE = "  {:<39}{:>9}{:>9}{:>7}{:>10}{:>9}{:>6}"
 _NO_CLASS = "–"
 """Class of a row that is not predicted."""
+_OF_TEXT = (
+    "×: speed beside the baseline's. over: does not fit.",
+    "What each row changes, and how to ask for it: --markdown, to_markdown().",
+)
 _LEGEND = (
-    "×: speed beside the baseline's. tight: the likely peak fits, and exceeds too often for a plan. over: it "
-    "does not fit.",
+    "tight: the likely peak fits, and exceeds too often for a plan.",
     "results: weights after the step beside the baseline's. identical: bit for bit. rounding: other last "
     "digits, and dropout may draw other numbers. different: other mathematics.",
 )
-_WHAT_CHANGES = "What each row changes, and how to ask for it: --markdown, to_markdown()."
 
 
 def comparison_report(comparison: TechniqueComparison) -> Report:
     """The rows as a table, which is the fastest, and what was measured."""
     heading = (
-        f"{comparison.job} on {comparison.device}, global batch {comparison.global_batch_size}, "
+        f"{comparison.job} on {comparison.device}, global batch {comparison.global_batch_size}, to fit "
         f"{format_bytes(comparison.capacity_bytes)}"
     )
     return Report(heading=heading, parts=tuple(_parts(comparison)))
@@ -50,7 +52,7 @@ def _parts(comparison: TechniqueComparison) -> Iterator[Part]:
         title = "Predicted beside measured: peak memory, and step time"
         yield Listing(title=title, line=_MEASURED_LINE, heading=_MEASURED_HEADING, rows=measured)
     yield from (Remark(row.technique, row.why_not) for row in comparison.rows if row.why_not)
-    yield from (Remark("", each) for each in (*_LEGEND, _WHAT_CHANGES))
+    yield from (Remark("", each) for each in (*_LEGEND, *_OF_TEXT))
     yield from uncertain_rows(_noted(comparison)[0])
     yield from (Remark("note", note) for note in _noted(comparison)[1])
 
@@ -92,6 +94,8 @@ def _findings(comparison: TechniqueComparison) -> Iterator[str]:
         yield f"The plan is the fastest that fits and computes what the baseline does: {same.effect}."
     else:
         yield f"The fastest that fits and computes what the baseline does: {same.technique}{_flag(same)}."
+        if same.settings is not None and same.settings.memory_format is not None:
+            yield "A plan chooses between memory formats with --memory-format auto."
     if best is not None and best is not same:
         yield f"The fastest of all that fit: {best.technique}{_flag(best)}."
         yield f"It changes the mathematics: {best.effect}."
