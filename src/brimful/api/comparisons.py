@@ -104,9 +104,8 @@ def check_is_here(device: DeviceLike) -> None:
             f"a Device record, of {device.name}" if isinstance(device, Device) else f"the name {str(device)!r}"
         )
         raise UsageError(
-            "measure=True runs steps on a device of this machine, which is named as in torch, and this is "
-            f"{given}: it does not say which device of this machine to run on, if any. Compare for 'cpu', "
-            "'cuda' or 'cuda:1'."
+            "measure=True runs steps on this machine, whose devices are named as in torch, and this is "
+            f"{given}: it does not say which device to run on, if any. Compare for 'cpu', 'cuda' or 'cuda:1'."
         )
 
 
