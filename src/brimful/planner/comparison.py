@@ -314,7 +314,7 @@ class _Rows:
                 yield self._plan(request, f"plan with {change.name}", change.effect)
 
     def notes(self, rows: Sequence[ComparedTechnique]) -> Iterator[str]:
-        """What applies to the comparison, each said once although it holds of many rows."""
+        """What applies to the comparison; a note that holds of many rows appears once."""
         yield from about_device_and_job(self.settings, self.baseline, self.request)
         is_unknown = any(each is not None and each.why_not_compared for each in self._splits.values())
         if is_unknown and not self.request.job.weighs_by_count:
