@@ -563,6 +563,7 @@ OPTIONS = {
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",
         "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
+        "--chunked-loss", "--offload-activations", "--optimizer-in-backward", "--offload-optimizer",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
         "--prices", *LENGTH,
     ],

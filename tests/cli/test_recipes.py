@@ -108,6 +108,26 @@ def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "job.json").read_text())["classes"] == ["blue", "red"]
 
 
+def test_a_recipe_suggests_only_what_it_has_flags_for(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "pets" / name / f"{number}.png")
+    asked = (
+        "train", "images", "pets", "--model", "resnet18", "--image-size", "64", "--plan-only",
+        "--global-batch-size", "256", "--device", "RTX 3090", "--memory-format", "preserve",
+    )  # fmt: skip
+    found = brimful(tmp_path, *asked, "--budget", "862MiB", "--json")
+    assert found.returncode == 0, found.stderr
+    flags = [each["flag"] for each in json.loads(found.stdout)["suggestions"]]
+    assert flags == ["torchrun --nproc-per-node 2", "--precision bf16"]
+    nothing = brimful(tmp_path, *asked, "--budget", "700MiB")
+    assert nothing.returncode == 1
+    assert "would fit: --precision bf16: " in nothing.stderr
+    assert "--dtype" not in nothing.stderr
+    assert "--world-size" not in nothing.stderr
+
+
 def test_bad_rows_end_the_command_or_are_left_out(tmp_path: Path, model: str) -> None:
     rows = ["text,label"] + [f"text {n},{n % 2}" for n in range(24)] + [",1"]
     (tmp_path / "rows.csv").write_text("\n".join(rows))

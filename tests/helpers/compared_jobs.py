@@ -37,3 +37,12 @@ def batch(samples: int) -> tuple[Tensor, Tensor]:
 
 def job(**changes: Any) -> bf.Job:
     return bf.Job(**{"model": Normed, "loss": loss, "batch": batch, "optimizer": "adamw", **changes})
+
+
+def plain_job() -> bf.Job:
+    """The job without options, as a command names it: options of the model change it after it is made."""
+    return job()
+
+
+def no_loop(model: nn.Module, batches: Any) -> None:
+    """A loop that trains nothing, so that a step shows that it is not used."""

@@ -9,12 +9,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from brimful.api.job_changes import JobChanges
 from brimful.api.runs import measure as measure_job
 from brimful.arguments import checks_arguments
 from brimful.capture.cache import CachedCapture
 from brimful.codec import PositiveInt
+from brimful.devices import Device
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.random_state import undisturbed
@@ -23,15 +25,12 @@ from brimful.job import Job
 from brimful.models.variants import with_variant
 from brimful.options import VARIANT_OPTIONS, PlanOptions, PrecisionLike, parse_precision
 from brimful.planner import ComparedTechnique, TechniqueComparison, compare_techniques
+from brimful.profiling import compare_planned_split
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.requests import request_of, with_budget
 from brimful.results import Measurement
 from brimful.settings import Settings
 from brimful.utils.status import busy, report
-
-NOT_MEASURED_HERE = (
-    "measure=True runs steps on this machine, and {device!r} is not in it. Compare for 'cpu' or 'cuda'."
-)
 
 
 @undisturbed()
@@ -55,12 +54,13 @@ def compare(
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
             ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
         global_batch_size: Samples per optimizer step.
-        budget: Size that a step must fit, such as "11GiB". Default: device capacity.
+        budget: Size that a step must fit, such as "11GiB", or bytes. Default: device capacity.
         precision: Precision of the baseline.
         optimizer: Name of an optimizer that replaces the job's own in the baseline.
-        micro_batch_size: Samples in each micro-batch of gradient accumulation. Default: a quarter of the batch.
+        micro_batch_size: Samples in each micro-batch of gradient accumulation, fewer than the batch has.
+            Default: a quarter of the batch.
         measure: Also run each row that fits on this machine, each in a process of its own. The job is pickled
-            for that.
+            for that. A job's own `loop` is not used, as in plans; a note says so.
 
     Returns:
         One row per technique and usual combination, in the order of guides: peak, speed, and whether the
@@ -74,11 +74,10 @@ def compare(
         check_is_here(device)
         make_job = _pickled(job)
     target = resolve_device(device)
-    job = with_longest_batch(job, global_batch_size).job
-    asked = PlanOptions(
-        precision=str(parse_precision(precision)),
-        optimizer=optimizer,
-        budget=budget if budget is None or isinstance(budget, str) else str(budget),
+    longest = with_longest_batch(job, global_batch_size)
+    job = longest.job
+    asked = PlanOptions.of(
+        {"precision": parse_precision(precision), "optimizer": optimizer, "budget": budget},
     )
     request = request_of(
         job,
@@ -92,18 +91,26 @@ def compare(
     target.check_precision(parse_precision(precision))
     with CachedCapture(job, target) as capture:
         request = with_budget(request, capture)
-        found = compare_techniques(capture, request, JobChanges(job, target, capture), micro_batch_size)
-    return measured_comparison(found, make_job, str(device)) if measure else found
+        changes, compare_split = JobChanges(job, target, capture), partial(compare_planned_split, job)
+        found = compare_techniques(capture, request, changes, compare_split, micro_batch_size)
+    found = replace(found, notes=(*longest.notes, *found.notes))
+    return measured_comparison(found, make_job, device) if measure else found
 
 
 def check_is_here(device: DeviceLike) -> None:
     """Check that a device is of this machine, so that steps can be measured on it; UsageError if not."""
     if not is_of_this_machine(device):
-        raise UsageError(NOT_MEASURED_HERE.format(device=str(getattr(device, "name", device))))
+        given = (
+            f"a Device record, of {device.name}" if isinstance(device, Device) else f"the name {str(device)!r}"
+        )
+        raise UsageError(
+            "measure=True runs steps on this machine, whose devices are named as in torch, and this is "
+            f"{given}: it does not say which device to run on, if any. Compare for 'cpu', 'cuda' or 'cuda:1'."
+        )
 
 
 def measured_comparison(
-    comparison: TechniqueComparison, make_job: Callable[[], Job], device: str
+    comparison: TechniqueComparison, make_job: Callable[[], Job], device: DeviceLike
 ) -> TechniqueComparison:
     """The comparison with each row that fits measured on this machine, each in a process of its own.
 
@@ -116,9 +123,10 @@ def measured_comparison(
     return replace(comparison, rows=tuple(rows))
 
 
-def _measured(row: ComparedTechnique, make_job: Callable[[], Job], device: str) -> ComparedTechnique:
+def _measured(row: ComparedTechnique, make_job: Callable[[], Job], device: DeviceLike) -> ComparedTechnique:
     """A row with what a new process measured; one that runs out of memory may end its process."""
     context = multiprocessing.get_context("spawn")
+    assert row.settings is not None
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             measuring = pool.submit(_measure, make_job, dict(row.variant), row.settings, device)
@@ -131,16 +139,16 @@ def _measured(row: ComparedTechnique, make_job: Callable[[], Job], device: str) 
 
 
 def _measure(
-    make_job: Callable[[], Job], variant: dict[str, str], settings: Settings, device: str
+    make_job: Callable[[], Job], variant: dict[str, str], settings: Settings, device: Any
 ) -> Measurement:
     job = with_variant(make_job(), **{option: variant.get(option) for option in VARIANT_OPTIONS})
-    return measure_job(job, settings, None if device == "auto" else device)
+    return measure_job(replace(job, loop=None), settings, device)
 
 
 def _pickled(job: Job) -> Callable[[], Job]:
-    """Makes the job in another process; UsageError if it cannot be pickled."""
+    """Makes the job in another process, without its loop; UsageError if it cannot be pickled."""
     try:
-        return partial(pickle.loads, pickle.dumps(job))
+        return partial(pickle.loads, pickle.dumps(replace(job, loop=None)))
     except Exception as error:  # whatever the job's own classes raise
         raise UsageError(
             f"measure=True runs each row in a process of its own, and the job cannot be pickled: {error}. "

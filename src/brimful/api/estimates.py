@@ -34,6 +34,8 @@ from brimful.options import (
     parse_recompute,
 )
 from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus, what_an_estimate_lacks
+from brimful.planner.problem.logits import chunked_loss_of
+from brimful.planner.solutions import offloaded_units
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, estimate_trace
 from brimful.prediction.growth import growth_notes
 from brimful.prediction.odd_sizes import odd_size_notes
@@ -42,7 +44,7 @@ from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.requests import request_of
-from brimful.results import Suggestion, describe_growth
+from brimful.results import describe_growth
 from brimful.settings import (
     Action,
     MemoryFormat,
@@ -70,6 +72,8 @@ def estimate(
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
+    chunked_loss: bool = False,
+    offload_activations: bool = False,
     optimizer_in_backward: bool = False,
     offload_optimizer: bool = False,
     memory_format: MemoryFormatLike | None = None,
@@ -100,6 +104,8 @@ def estimate(
         optimizer_implementation: "for-loop", "foreach" or "fused"; None uses torch's default.
         recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything; a pattern of
             names such as "encoder.layer.*" recomputes the units that match.
+        chunked_loss: Compute a large cross-entropy and its logits in parts: the same sums in another order.
+        offload_activations: Copy what every unit but the last saves for backward to host memory.
         optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
         memory_format: Layout of 4-d and 5-d parameters and inputs: "channels_last" or "contiguous"; "auto"
@@ -127,11 +133,12 @@ def estimate(
     of_allocator = _parse_allocator(allocator)
     if settings is None:
         chosen = replace(
-            _settings(job, target, gradient_accumulation_steps, precision, optimizer),
+            _settings(target, gradient_accumulation_steps, precision, optimizer),
             optimizer_implementation=parse_implementation(optimizer_implementation),
             optimizer_in_backward=optimizer_in_backward,
             offload_optimizer=offload_optimizer,
         )
+        check_loop_decides(job, chosen)
     else:
         _refuse_beside_settings(
             micro_batch_size=micro_batch_size is not None,
@@ -140,6 +147,8 @@ def estimate(
             optimizer=optimizer is not None,
             optimizer_implementation=optimizer_implementation is not None,
             recompute=recompute is not None,
+            chunked_loss=chunked_loss,
+            offload_activations=offload_activations,
             optimizer_in_backward=optimizer_in_backward,
             offload_optimizer=offload_optimizer,
             memory_format=memory_format is not None,
@@ -154,7 +163,7 @@ def estimate(
         device=target,
         settings=chosen,
         formats=_memory_formats(job, memory_format) if settings is None else (settings.memory_format,),
-        recomputes=_pattern_of(recompute),
+        actions=_actions(job, _pattern_of(recompute), chunked_loss, offload_activations),
         capacity_bytes=capacity_bytes,
         allocator=of_allocator,
         evaluates=evaluate,
@@ -179,8 +188,8 @@ class _Question:
     settings: Settings
     formats: tuple[MemoryFormat | None, ...]
     """Memory formats of which the fastest is taken."""
-    recomputes: str | None
-    """A pattern of the units that are recomputed, whose names are not in `settings` yet; None for none."""
+    actions: tuple[Callable[[Settings, Trace], Settings], ...]
+    """What the model's own units and layers are asked to do, whose names are not in `settings` yet."""
     capacity_bytes: int | None
     allocator: AllocatorSettings
     evaluates: bool
@@ -208,7 +217,7 @@ class _Question:
         is_usual = self.allocator == AllocatorSettings.of(settings) and not (self.evaluates or self.without)
         is_asked = self.suggests and is_usual
         if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_asked:
-            found = replace(found, suggestions=_suggested(longest.job, self.device, trace, found))
+            found = _with_suggestions(longest.job, self.device, trace, found)
         return replace(found, at_sizes=AtSizes(decided.estimator)), trace
 
     def largest(self, *, compares_allocators: bool) -> tuple[Estimate, Trace]:
@@ -249,10 +258,9 @@ class _Question:
         if len(self.formats) > 1:
             memory_format, notes = _fastest_format(capture, sized, self.device, self.formats)
         settings = replace(self.settings, memory_format=memory_format)
-        if self.recomputes is not None:
-            trace = capture(replace(sized, memory_format=memory_format))
-            settings = _with_recomputed(settings, trace, self.recomputes)
-        return replace(self, settings=settings, formats=(memory_format,), recomputes=None, notes=notes)
+        for with_action in self.actions:
+            settings = with_action(settings, capture(replace(sized, memory_format=memory_format)))
+        return replace(self, settings=settings, formats=(memory_format,), actions=(), notes=notes)
 
     def _estimate(
         self,
@@ -286,8 +294,8 @@ class _Question:
         )
 
 
-def _suggested(job: Job, device: Device, trace: Trace, estimate: Estimate) -> tuple[Suggestion, ...]:
-    """The changes with which a step that does not fit would."""
+def _with_suggestions(job: Job, device: Device, trace: Trace, estimate: Estimate) -> Estimate:
+    """The estimate with the changes with which its step, which does not fit, would."""
     settings = estimate.settings
     asked = PlanOptions(precision=str(settings.precision), optimizer=settings.optimizer)
     request = request_of(
@@ -301,7 +309,10 @@ def _suggested(job: Job, device: Device, trace: Trace, estimate: Estimate) -> tu
     )
     request = replace(request, budget_bytes=estimate.capacity_bytes)
     capture = CachedCapture(job, device)
-    return what_an_estimate_lacks(capture, request, trace, estimate, JobChanges(job, device, capture))
+    skipped: list[str] = []
+    changes = JobChanges(job, device, capture)
+    suggested = what_an_estimate_lacks(capture, request, trace, estimate, changes, notes=skipped)
+    return replace(estimate, suggestions=suggested, notes=(*estimate.notes, *skipped))
 
 
 @undisturbed()
@@ -495,7 +506,6 @@ def _steps_of(job: Job) -> int:
 
 
 def _settings(
-    job: Job,
     device: Device,
     gradient_accumulation_steps: int,
     precision: PrecisionLike,
@@ -508,7 +518,6 @@ def _settings(
         optimizer=optimizer,
     )
     device.check_precision(settings.precision)
-    check_loop_decides(job, settings)
     return settings
 
 
@@ -561,6 +570,45 @@ def _pattern_of(recompute: str | Action | None) -> str | None:
     if isinstance(recompute, str) and not isinstance(recompute, Action) and set(recompute) & set("*?[."):
         return recompute
     return _ALL_UNITS if parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE else None
+
+
+def _actions(
+    job: Job, pattern: str | None, chunks_loss: bool, offloads: bool
+) -> tuple[Callable[[Settings, Trace], Settings], ...]:
+    """What is asked of units and layers; UsageError if it goes with neither the job nor the rest."""
+    if job.loop is not None and (chunks_loss or offloads):
+        raise UsageError(
+            f"{job.name!r} brings its own training loop, which computes the loss and has no units to offload. "
+            "Leave chunked_loss and offload_activations out, or take the loop out of the job."
+        )
+    if offloads and pattern is not None:
+        raise UsageError(
+            "recompute and offload_activations both say what becomes of what a unit saves. Give one of them; "
+            "settings=Settings(units=…) mixes them."
+        )
+    of_units = [_with_offloaded] if offloads else []
+    if pattern is not None:
+        of_units = [partial(_with_recomputed, pattern=pattern)]
+    return (*of_units, *([_with_chunked_loss] if chunks_loss else []))
+
+
+def _with_offloaded(settings: Settings, trace: Trace) -> Settings:
+    units = find_units(trace)
+    if len(units) < 2:
+        raise UsageError(
+            f"offload_activations offloads all units (such as blocks) but the last; the model has {len(units)}."
+        )
+    return replace(settings, units=offloaded_units(units))
+
+
+def _with_chunked_loss(settings: Settings, trace: Trace) -> Settings:
+    chunked = chunked_loss_of(trace)
+    if chunked is None:
+        raise UsageError(
+            "chunked_loss computes a cross-entropy in parts, and this step has none whose logits are large and "
+            "come from a linear layer. Leave it out."
+        )
+    return replace(settings, chunked_loss=chunked)
 
 
 def _with_recomputed(settings: Settings, trace: Trace, pattern: str) -> Settings:

@@ -9,14 +9,15 @@ from importlib.util import find_spec
 
 from torch import nn
 
+from brimful.capture import fake_model
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
 from brimful.job import Job
 from brimful.memory import most_held_bytes
-from brimful.models.variants import with_adapters, with_dtype
+from brimful.models.variants import is_of_transformers, with_adapters, with_dtype
 from brimful.planner import Change
 from brimful.prediction.estimator import Capture
-from brimful.settings import Settings
+from brimful.settings import Precision, Settings
 from brimful.trace import Category, Trace
 
 RANK = "r=16"
@@ -44,9 +45,13 @@ class JobChanges:
         if isinstance(self._job.model, nn.Module) or is_adapted:  # a module would be changed
             return
         parameters_bytes = most_held_bytes(baseline, Category.PARAMETERS)
-        if parameters_bytes > _HALF_BYTES * baseline.parameter_count:
+        if self._has_bf16 and parameters_bytes > _HALF_BYTES * baseline.parameter_count:
             yield self._in_bf16(baseline)
         yield from self._with_adapters(baseline, parameters_bytes)
+
+    @property
+    def _has_bf16(self) -> bool:
+        return self._device.supports(Precision.BF16)
 
     def _in_bf16(self, baseline: Trace) -> Change:
         of_update = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
@@ -61,13 +66,15 @@ class JobChanges:
         )
 
     def _with_adapters(self, baseline: Trace, parameters_bytes: int) -> Iterator[Change]:
-        if not _may_take_adapters(baseline):
+        if not self._takes_adapters(baseline):
             return
         for name, dtype, quantize, fraction in (
             ("LoRA", None, None, 1.0),
             ("LoRA over weights in bf16", "bf16", None, 0.5),
             ("QLoRA", "bf16", "nf4", _NF4_FRACTION),
         ):
+            if dtype == "bf16" and not self._has_bf16:
+                continue
             given = {"lora": RANK, "dtype": dtype, "quantize": quantize}
             named = {name: value for name, value in given.items() if value is not None}
             option = ", ".join(f'{name}="{value}"' for name, value in named.items())
@@ -84,6 +91,12 @@ class JobChanges:
                 gains_speed=False,
             )
 
+    def _takes_adapters(self, baseline: Trace) -> bool:
+        """Whether the model is a text model of transformers, and peft can adapt it."""
+        has_embedding = any(class_name.endswith("Embedding") for _, class_name in baseline.module_classes)
+        is_loaded = "transformers" in sys.modules and find_spec("peft") is not None
+        return has_embedding and is_loaded and is_of_transformers(fake_model(self._job))
+
     def _adapted(self, dtype: str | None, quantize: str | None) -> CachedCapture:
         job = self._job if dtype is None else with_dtype(self._job, dtype)
         return CachedCapture(with_adapters(job, RANK, quantize), self._device)
@@ -97,9 +110,3 @@ class _Lazy:
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
         return self._capture()(settings, steps)
-
-
-def _may_take_adapters(baseline: Trace) -> bool:
-    """Whether a model may be a text model of transformers; building it shows whether it is."""
-    has_embedding = any(class_name.endswith("Embedding") for _, class_name in baseline.module_classes)
-    return "transformers" in sys.modules and find_spec("peft") is not None and has_embedding

@@ -95,6 +95,20 @@ def estimate(
         str,
         typer.Option("--recompute", help="Activation checkpointing: all, none, or units by pattern: *.layer.*"),
     ] = "none",
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="Compute a large cross-entropy and its logits in parts.")
+    ] = False,
+    offload_activations: Annotated[
+        bool,
+        typer.Option("--offload-activations", help="Copy what every unit but the last saves to host memory."),
+    ] = False,
+    optimizer_in_backward: Annotated[
+        bool, typer.Option("--optimizer-in-backward", help="Update each parameter in backward.")
+    ] = False,
+    offload_optimizer: Annotated[
+        bool,
+        typer.Option("--offload-optimizer", help="Keep the optimizer state in host memory and update there."),
+    ] = False,
     memory_format: MemoryFormatName = None,
     budget: Annotated[
         str | None,
@@ -138,6 +152,10 @@ def estimate(
             "optimizer": optimizer,
             "optimizer_implementation": optimizer_implementation,
             "recompute": recompute,
+            "chunked_loss": chunked_loss,
+            "offload_activations": offload_activations,
+            "optimizer_in_backward": optimizer_in_backward,
+            "offload_optimizer": offload_optimizer,
             "memory_format": memory_format,
             "budget": budget,
             "allocator": allocator,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -30,9 +31,9 @@ from brimful.cli.other_names import EXAMPLES
 from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, say, show
 from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
-from brimful.errors import UsageError
+from brimful.errors import InfeasibleError, UsageError
 from brimful.options import PlanOptions
-from brimful.results import StopReason
+from brimful.results import StopReason, Suggestion
 from brimful.utils.files import write_file
 from brimful.utils.status import busy
 
@@ -301,7 +302,7 @@ def _begin(
     from brimful.trainer.storage.run_directory import check_run_directory
 
     def search(samples: int) -> Plan:
-        return _search(job, run.device, samples, planning)
+        return _search(job, run.device, samples, planning, context)
 
     begun = _begun(run.run_dir, run.resume, training.compare_plain)
     if run.run_dir is not None and not run.resume:
@@ -323,14 +324,29 @@ def _begin(
     return search(samples), run.resume, where
 
 
-def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
-    """Search a plan for the number of launched ranks."""
+def _search(job: Job, device: str, samples: int, planning: PlanOptions, context: typer.Context) -> Plan:
+    """Search a plan for the number of launched ranks; it suggests what this command can be asked for."""
     from brimful import api
     from brimful.distributed.ranks import nodes_launched, ranks_launched
+    from brimful.integrations.suggestions import infeasible_with
 
     launched: dict[str, Any] = {"world_size": ranks_launched(), "num_nodes": nodes_launched()}
     with busy("planning"):
-        return api.plan(job, device, global_batch_size=samples, **launched, **arguments(planning))
+        try:
+            found = api.plan(job, device, global_batch_size=samples, **launched, **arguments(planning))
+        except InfeasibleError as error:
+            raise infeasible_with(error, tuple(_for_command(error.suggestions, context))) from None
+    return replace(found, suggestions=tuple(_for_command(found.suggestions, context)))
+
+
+def _for_command(suggestions: Iterable[Suggestion], context: typer.Context) -> Iterator[Suggestion]:
+    """The suggestions that a command has flags for; torchrun starts several ranks."""
+    flags = {flag for parameter in context.command.params for flag in parameter.opts}
+    for each in suggestions:
+        asked = re.sub(r"--world-size (\d+)", r"torchrun --nproc-per-node \1", each.flag)
+        of_command = {word for word in asked.split() if word.startswith("--")} - {"--nproc-per-node"}
+        if of_command <= flags:
+            yield replace(each, flag=asked)
 
 
 def _own_rate(job: Job) -> float | None:

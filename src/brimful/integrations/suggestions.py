@@ -1,4 +1,4 @@
-"""A plan's suggestions as another trainer takes them."""
+"""A plan's suggestions as another trainer, or another command, takes them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ def for_trainer(suggestions: Iterable[Suggestion], options: Mapping[str, str]) -
 
 def infeasible_for_trainer(error: InfeasibleError, options: Mapping[str, str]) -> InfeasibleError:
     """The error with the suggestions that a trainer can be asked for, in its words."""
-    found = tuple(for_trainer(error.suggestions, options))
+    return infeasible_with(error, tuple(for_trainer(error.suggestions, options)))
+
+
+def infeasible_with(error: InfeasibleError, found: tuple[Suggestion, ...]) -> InfeasibleError:
+    """The error with other suggestions, each asked for by its `flag`."""
     lines = [line for line in str(error).splitlines() if not line.startswith(_FLAG)]
     place = next((i for i, line in enumerate(lines) if line.startswith("  would fit: ")), len(lines))
     lines[place:place] = [
-        f"  would fit: {each.option}: {format_bytes(each.predicted_peak_device_bytes)} and "
+        f"  would fit: {each.flag}: {format_bytes(each.predicted_peak_device_bytes)} and "
         f"{format_seconds(each.predicted_step_seconds)} a step predicted; {each.effect}"
         for each in found
     ]

@@ -16,11 +16,11 @@ from brimful.planner.candidate import Candidate
 from brimful.planner.family import CandidateFamily
 from brimful.planner.fastest import by_least_time, fastest_within, least_seconds_within
 from brimful.planner.floor import bytes_of_update
-from brimful.planner.problem.logits import LOSS_CHUNKS, logits_layer
+from brimful.planner.problem.logits import chunked_loss_of
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES
 from brimful.prediction.estimator import Capture
-from brimful.settings import ChunkedLoss, Parallelism, Settings
+from brimful.settings import Parallelism, Settings
 from brimful.trace import Category, Trace
 from brimful.utils.quantities import format_bytes
 
@@ -101,10 +101,9 @@ class SearchSpace:
 
     def _with_chunked_loss(self) -> list[Candidate]:
         """Candidates that compute the loss in chunks; none where it is small, or chunks cannot be captured."""
-        layer = logits_layer(self._baseline)
-        if layer is None:
+        chunked = chunked_loss_of(self._baseline)
+        if chunked is None:
             return []
-        chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
         whole = [base for base in self._request.bases() if base.parallelism is Parallelism.DDP]
         try:
             return self._of_bases([replace(base, chunked_loss=chunked) for base in whole])

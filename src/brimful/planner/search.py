@@ -80,12 +80,13 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     plan = _plan(request, trace, baseline, candidates, found, planned, notes)
     if job_changes is None:
         return plan
-    return replace(
-        plan,
-        suggestions=suggestions(
-            capture, request, trace, found[0], job_changes, least_seconds=baseline.predicted_step_seconds
-        ),
+    skipped: list[str] = []
+    suggested = suggestions(
+        *(capture, request, trace, found[0], job_changes),
+        notes=skipped,
+        least_seconds=baseline.predicted_step_seconds,
     )
+    return replace(plan, suggestions=suggested, notes=(*plan.notes, *skipped))
 
 
 def least_step(capture: Capture, request: Request) -> Estimate:

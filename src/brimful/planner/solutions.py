@@ -205,6 +205,11 @@ def uniform_actions(units: tuple[str, ...], action: Action) -> tuple[UnitAction,
     return tuple(UnitAction(fqn=unit, action=action) for unit in units)
 
 
+def offloaded_units(units: tuple[str, ...]) -> tuple[UnitAction, ...]:
+    """Every unit offloaded but the last, whose saved tensors are needed before a copy could go and return."""
+    return (*uniform_actions(units[:-1], Action.OFFLOAD), *uniform_actions(units[-1:], Action.KEEP))
+
+
 def peak_allocated_bytes(trace: Trace) -> int:
     """The peak of the last captured step."""
     profile = live_profile(trace, rounding_bytes_of(trace.device_kind))

@@ -30,6 +30,7 @@ from brimful.profiling.splitting import (
     check_may_split,
     check_planned_split,
     check_split,
+    compare_planned_split,
     split_changes_layers,
     split_not_compared,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "check_may_split",
     "check_planned_split",
     "check_split",
+    "compare_planned_split",
     "device_record",
     "larger_peak",
     "measure_context",

@@ -268,29 +268,44 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace, *, weighs
     plan. Returns whether the loss is known to be made of those of the parts, and raises `EquivalenceError` if
     it is known not to be.
     """
-    if settings.gradient_accumulation_steps == 1 or job.embed is not None:
+    comparison = compare_planned_split(job, settings, baseline, weighs_labels=weighs_labels)
+    if comparison is None:
         return True
+    if not comparison.holds:
+        samples = settings.rank_batch_size if comparison.evidence else 2 * _checked_size(settings)
+        raise not_the_same(job, comparison, samples, "cpu", end=NOT_PLANNED)
+    return not comparison.why_not_compared
+
+
+def _checked_size(settings: Settings) -> int:
+    """Samples of each micro-batch of which the loss is computed to plan."""
+    return min(settings.micro_batch_size, CHECKED_SAMPLES)
+
+
+def compare_planned_split(
+    job: Job, settings: Settings, baseline: Trace, *, weighs_labels: bool = False
+) -> Comparison | None:
+    """Compare what `check_planned_split` checks; None if the loss is that of the whole batch in any case."""
+    if settings.gradient_accumulation_steps == 1 or job.embed is not None:
+        return None
     terms = terms_of_loss(job, settings.rank_batch_size, weighs_labels=weighs_labels)
     if terms is not None:
-        raise not_the_same(job, terms, settings.rank_batch_size, "cpu", end=NOT_PLANNED)
-    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+        return terms
+    size = _checked_size(settings)
     samples = 2 * size
     flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)
     if baseline.parameter_count > _PLANNED_PARAMETERS or (
         2 * samples * flops > _PLANNED_FLOPS * baseline.settings.micro_batch_size
     ):
-        return False
+        return Comparison(name=IN_EVALUATION, why_not_compared="it would take longer than planning does")
     try:
         with one_at_a_time(), RandomState.kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = build_model(job, is_copied=True).train()
             batch = make_batch(job, samples)
-            comparison = compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
-    except Exception:  # whatever code of the job raises that needs more than a host and few samples
-        return False
-    if not comparison.holds:
-        raise not_the_same(job, comparison, samples, "cpu", end=NOT_PLANNED)
-    return not comparison.why_not_compared
+            return compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
+    except Exception as error:  # whatever code of the job raises that needs more than a host and few samples
+        return Comparison(name=IN_EVALUATION, why_not_compared=f"{type(error).__name__}: {error}")
 
 
 _PLANNED_PARAMETERS = 2**27

@@ -10,8 +10,10 @@ from typing import Any
 from brimful.codec import to_json_document
 from brimful.errors import UsageError
 from brimful.planner.comparison import ComparedTechnique, SameResults, TechniqueComparison
+from brimful.planner.plan import NOT_SURE
 from brimful.prediction import Verdict
 from brimful.report.layout import Listing, Part, Remark, Report
+from brimful.report.plans import uncertain_rows
 from brimful.utils.files import write_file
 from brimful.utils.quantities import GIB, format_bytes, format_seconds
 
@@ -19,18 +21,23 @@ _HEADING = ("technique", "peak", "samples/s", "×", "results", "")
 _LINE = "  {:<39}{:>9}{:>11}{:>7}  {:<9}  {}"
 _MEASURED_HEADING = ("technique", "predicted", "measured", "error", "predicted", "measured", "error")
 _MEASURED_LINE = "  {:<39}{:>9}{:>9}{:>7}{:>10}{:>9}{:>6}"
+_NO_CLASS = "–"
+"""Class of a row that is not predicted."""
+_OF_TEXT = (
+    "×: speed beside the baseline's. over: does not fit.",
+    "What each row changes, and how to ask for it: --markdown, to_markdown().",
+)
 _LEGEND = (
-    "×: speed beside the baseline.",
-    "identical: the baseline's weights after the step, bit for bit. rounding: other last digits, where the "
-    "loss is a mean over independent samples; dropout may draw other numbers.",
-    "tight: the likely peak fits, and exceeds too often for a plan. over: it does not fit.",
+    "tight: the likely peak fits, and exceeds too often for a plan.",
+    "results: weights after the step beside the baseline's. identical: bit for bit. rounding: other last "
+    "digits, and dropout may draw other numbers. different: other mathematics.",
 )
 
 
 def comparison_report(comparison: TechniqueComparison) -> Report:
     """The rows as a table, which is the fastest, and what was measured."""
     heading = (
-        f"{comparison.job} on {comparison.device}, global batch {comparison.global_batch_size}, "
+        f"{comparison.job} on {comparison.device}, global batch {comparison.global_batch_size}, to fit "
         f"{format_bytes(comparison.capacity_bytes)}"
     )
     return Report(heading=heading, parts=tuple(_parts(comparison)))
@@ -45,13 +52,20 @@ def _parts(comparison: TechniqueComparison) -> Iterator[Part]:
         title = "Predicted beside measured: peak memory, and step time"
         yield Listing(title=title, line=_MEASURED_LINE, heading=_MEASURED_HEADING, rows=measured)
     yield from (Remark(row.technique, row.why_not) for row in comparison.rows if row.why_not)
-    yield from (Remark("", each) for each in _LEGEND)
-    yield from (Remark("note", note) for note in comparison.notes)
+    yield from (Remark("", each) for each in (*_LEGEND, *_OF_TEXT))
+    yield from uncertain_rows(_noted(comparison)[0])
+    yield from (Remark("note", note) for note in _noted(comparison)[1])
+
+
+def _noted(comparison: TechniqueComparison) -> tuple[list[str], list[str]]:
+    """What is uncertain, and the other notes."""
+    unsure = [note.removeprefix(NOT_SURE) for note in comparison.notes if note.startswith(NOT_SURE)]
+    return unsure, [note for note in comparison.notes if not note.startswith(NOT_SURE)]
 
 
 def _cells(row: ComparedTechnique, comparison: TechniqueComparison) -> tuple[str, ...]:
     if row.predicted is None:
-        return (row.technique, "–", "–", "–", str(row.results), "not predicted")
+        return (row.technique, "–", "–", "–", _NO_CLASS, "not predicted")
     return (
         row.technique,
         format_bytes(row.predicted.predicted_peak_device_bytes),
@@ -77,9 +91,11 @@ def _findings(comparison: TechniqueComparison) -> Iterator[str]:
     if same is None:
         yield "Nothing that computes what the baseline does fits."
     elif same.is_plan:
-        yield "The plan is the fastest that fits and computes what the baseline does."
+        yield f"The plan is the fastest that fits and computes what the baseline does: {same.effect}."
     else:
         yield f"The fastest that fits and computes what the baseline does: {same.technique}{_flag(same)}."
+        if same.settings is not None and same.settings.memory_format is not None:
+            yield "A plan chooses between memory formats with --memory-format auto."
     if best is not None and best is not same:
         yield f"The fastest of all that fit: {best.technique}{_flag(best)}."
         yield f"It changes the mathematics: {best.effect}."
@@ -123,7 +139,7 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
                 f"**{row.technique}**" if row is comparison.fastest else row.technique,
                 "–" if found is None else format_bytes(found.predicted_peak_device_bytes),
                 "–" if speed is None else _number(speed),
-                str(row.results),
+                str(row.results or _NO_CLASS),
                 "not predicted" if row.verdict is None else str(row.verdict),
                 row.why_not.replace("\n", " ") or row.effect or "–",
                 f"`{row.flag}`" if row.flag else "–",
@@ -131,7 +147,10 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
         )
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" for cells in rows]
     title = comparison_report(comparison).heading
-    return "\n".join([f"{title}", "", *lines, "", *_findings(comparison), "", *_LEGEND, ""])
+    notes = [f"- {note}" for note in comparison.notes]
+    return "\n".join(
+        [f"{title}", "", *lines, "", *_findings(comparison), "", *_LEGEND, "", *notes, *([""] if notes else [])]
+    )
 
 
 def comparison_document(comparison: TechniqueComparison) -> dict[str, Any]:
@@ -164,11 +183,11 @@ def _row_document(row: ComparedTechnique) -> dict[str, Any]:
     }
     return {
         "technique": row.technique,
-        "results": str(row.results),
+        "results": row.results and str(row.results),
         "effect": row.effect,
         "flag": row.flag,
         "is_plan": row.is_plan,
-        "settings": to_json_document(row.settings),
+        "settings": row.settings and to_json_document(row.settings),
         "model_options": dict(row.variant),
         **predicted,
         "measured": None if row.measured is None else to_json_document(row.measured),
@@ -197,7 +216,7 @@ def plot_comparison(comparison: TechniqueComparison, path: Path) -> None:
         )
     memory, speed = figure.subplots(1, 2, sharey=True)
     places = range(len(rows))
-    colours = [_COLOURS[row.results] for row in rows]
+    colours = [_COLOURS[row.results] for row in rows if row.results]
     shades = [1.0 if row.fits else 0.35 for row in rows]
     peaks = [row.predicted.predicted_peak_device_bytes / GIB for row in rows if row.predicted]
     speeds = [row.predicted_samples_per_second or 0.0 for row in rows]

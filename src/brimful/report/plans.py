@@ -87,7 +87,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         which = "with the CUDA context" if context else "allocated"
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
     yield Row("predicted step", _step(estimate))
-    yield from _uncertain_rows(estimate.uncertain)
+    yield from uncertain_rows(estimate.uncertain)
     if estimate.own_checkpoints:
         yield Row(
             "checkpointing",
@@ -113,7 +113,7 @@ _NAMED = 3
 """Ops that a line of what is uncertain names."""
 
 
-def _uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
+def uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
     """Rows on what is uncertain, one for all items "WHAT: REASON" with the same reason."""
     by_reason: dict[str, list[str]] = {}
     for item in items:
@@ -304,7 +304,7 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
     aside = ", apart from what is uncertain" if unsure else ""
     over = "" if chance is None else f"; over it with probability {_probability(chance)}{aside}"
     yield Row("predicted", f"{peak} ({used:.0%} of the budget{over}), {_seconds(plan)} a step, {rate}")
-    yield from _uncertain_rows(what.removesuffix(".") for what in unsure)
+    yield from uncertain_rows(what.removesuffix(".") for what in unsure)
     yield Row("peak in", plan.peak_at)
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import brimful as bf
 from brimful.capture import CautiousCapture
 from brimful.devices import find_device
+from brimful.memory import most_held_bytes
 from brimful.models.resolve import resolve_job
 from brimful.planner import Plan
 from brimful.planner.candidate import estimate_of
 from brimful.results import Suggestion
 from brimful.settings import Parallelism, Precision, Settings
+from brimful.trace import Category
+from helpers import compared_jobs
 
 GPU = "RTX 3090"
 
@@ -176,6 +181,20 @@ def test_a_half_precision_model_with_adapters_is_not_made_so_again() -> None:
     assert not any("--dtype" in each.flag or "--lora" in each.flag for each in plan.suggestions)
 
 
+def test_a_change_whose_step_cannot_be_captured_is_noted_once() -> None:
+    def no_half(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            raise ValueError("float32 only")
+        return compared_jobs.loss(model, given)
+
+    job = compared_jobs.job(loss=no_half)
+    noted = bf.estimate(job, "cpu", micro_batch_size=64, budget="225KiB").notes
+    assert [note.partition(":")[0] for note in noted if "float32 only" in note] == ["bf16 autocast"]
+    with pytest.raises(bf.InfeasibleError) as caught:
+        bf.plan(job, "cpu", global_batch_size=64, budget="225KiB")
+    assert str(caught.value).count("note: bf16 autocast: not suggested, as its step cannot be predicted") == 1
+
+
 def test_an_estimate_that_fits_suggests_nothing() -> None:
     assert bf.estimate(bert(), GPU, micro_batch_size=2).suggestions == ()
 
@@ -200,9 +219,14 @@ def test_ranks_under_ddp_run_what_one_runs(steps: int) -> None:
 
 
 def test_variants_are_options_of_any_model(tmp_path: Any) -> None:
-    assert "cannot" not in str(bf.estimate(bert(dtype="bf16"), GPU, micro_batch_size=1))
-    half = bf.estimate(bert(dtype="bf16"), GPU, micro_batch_size=1).predicted_peak_allocated_bytes
-    assert half < 0.55 * bf.estimate(bert(), GPU, micro_batch_size=1).predicted_peak_allocated_bytes
+    half, plain = (bf.estimate(bert(dtype=dtype), GPU, micro_batch_size=1) for dtype in ("bf16", "fp32"))
+    one = Settings(micro_batch_size=1)
+    traces = [CautiousCapture(bert(dtype=dtype), find_device(GPU))(one) for dtype in ("bf16", "fp32")]
+    for kept in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE):
+        in_half, whole = (most_held_bytes(trace, kept) for trace in traces)
+        assert in_half == pytest.approx(whole / 2, rel=1e-3)  # numbers of steps stay float32
+    assert half.uncertain == plain.uncertain
+    assert half.predicted_peak_allocated_bytes < 0.55 * plain.predicted_peak_allocated_bytes
     file = tmp_path / "own.py"
     file.write_text(
         "import torch, brimful as bf\n"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,6 +46,13 @@ class Context:
     """Slower steps are not of interest."""
     searches: bool = True
     """Whether actions for units are searched, and micro-batches other than that of the choice tried."""
+    notes: list[str] = field(default_factory=list)
+    """Changes whose steps cannot be captured are noted here."""
+
+    def note_skipped(self, change: Change, error: CaptureError | BatchError) -> None:
+        """Note why a change is not suggested, once for the same reason."""
+        if not any(str(error) in note for note in self.notes):
+            self.notes.append(f"{change.name}: not suggested, as its step cannot be predicted: {error}")
 
     def is_safe(self, estimate: Estimate) -> bool:
         """Whether a step exceeds the budget as rarely as is asked for, or as the choice does."""
@@ -71,8 +78,11 @@ def fastest_with(change: Change, context: Context) -> Estimate | None:
         if changed.is_divided or (changed.nests and "precision" in change.settings):
             return changed.as_chosen()
         return changed.kept() or changed.searched() or (changed.as_chosen() if changed.nests else None)
-    except (CaptureError, BatchError, UsageError):  # what is pinned may not go with it
-        return None
+    except (CaptureError, BatchError) as error:
+        context.note_skipped(change, error)
+    except UsageError:  # what is pinned may not go with it
+        pass
+    return None
 
 
 def _floor_bytes(change: Change, context: Context) -> int:

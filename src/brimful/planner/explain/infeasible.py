@@ -42,8 +42,9 @@ def nothing_fits(
     `job_changes` are those of the job; without them no change is tried.
     """
     would_fit: tuple[Suggestion, ...] = ()
+    skipped: list[str] = []
     if job_changes is not None:
-        would_fit = what_would_fit(capture, request, trace, smallest, job_changes)
+        would_fit = what_would_fit(capture, request, trace, smallest, job_changes, notes=skipped)
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  baseline: {format_bytes(baseline.predicted_peak_device_bytes)}",
@@ -53,7 +54,7 @@ def nothing_fits(
     ]
     if not is_searched:
         lines[-1] += ", perhaps less"
-    lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
+    lines += [f"  note: {note}" for note in dict.fromkeys([*notes, *skipped])]
     return InfeasibleError(
         "\n".join(lines),
         budget_bytes=request.budget_bytes,

@@ -49,7 +49,7 @@ def notes_for(
     best = found[0]
     yield from dict.fromkeys(searching)
     yield from _what_simplicity_costs(found, request)
-    yield from _about_device_and_job(best.settings, baseline, request)
+    yield from about_device_and_job(best.settings, baseline, request)
     yield from _what_splitting_changes(best.settings, baseline, request)
     if best.settings.optimizer != request.asked.optimizer:
         yield (
@@ -73,7 +73,7 @@ def notes_for(
     yield from _what_it_may_take(best, request, candidates)
 
 
-def _about_device_and_job(settings: Settings, baseline: Trace, request: Request) -> Iterator[str]:
+def about_device_and_job(settings: Settings, baseline: Trace, request: Request) -> Iterator[str]:
     """Notes on times and builds of torch, on why the batch is whole, and on what the job leaves open."""
     if request.device.was_measured_busy:
         yield (
@@ -91,8 +91,8 @@ def _about_device_and_job(settings: Settings, baseline: Trace, request: Request)
         )
     if request.job.brings_own_loop:
         yield (
-            "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and "
-            "one optimizer. `estimate` follows the loop."
+            "The job's own training loop is not used: what is predicted is brimful's own step, with one loss "
+            "and one optimizer. `estimate` follows the loop."
         )
     if request.job.has_default_optimizer and settings.optimizer is None:
         yield DEFAULT_OPTIMIZER_NOTE

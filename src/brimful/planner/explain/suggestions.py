@@ -52,15 +52,16 @@ def suggestions(
     best: Estimate,
     others: JobChanges,
     *,
+    notes: list[str],
     least_seconds: float,
 ) -> tuple[Suggestion, ...]:
     """The changes with which a plan would certainly be faster, the fastest first.
 
     `baseline` is training without a plan, which takes `least_seconds` where memory permits it; `best` is the
-    choice of the plan; `others` has changes of the job.
+    choice of the plan; `others` has changes of the job. Why a change could not be tried is added to `notes`.
     """
     most_seconds = best.predicted_step_seconds * (1 - LEAST_GAIN)
-    context = Context(capture, request, baseline, best, most_seconds)
+    context = Context(capture, request, baseline, best, most_seconds, notes=notes)
     found = []
     changes = [*_changes(request, baseline, best.settings)]
     if best.predicted_step_seconds * (1 - LEAST_GAIN_OF_MEMORY) < least_seconds:
@@ -81,14 +82,20 @@ def suggestions(
 
 
 def what_would_fit(
-    capture: Capture, request: Request, baseline: Trace, smallest: Estimate, others: JobChanges
+    capture: Capture,
+    request: Request,
+    baseline: Trace,
+    smallest: Estimate,
+    others: JobChanges,
+    *,
+    notes: list[str],
 ) -> tuple[Suggestion, ...]:
     """The changes with which there would be a plan where nothing fits a request, the fastest first.
 
     `smallest` is the choice that takes least of what is permitted. Where no change suffices, two together are
-    tried.
+    tried. Why one could not be is added to `notes`.
     """
-    context = Context(capture, request, baseline, smallest)
+    context = Context(capture, request, baseline, smallest, notes=notes)
     changes = [*_changes(request, baseline, smallest.settings, takes_all=True), *others(baseline)]
     found = _fitting(context, changes)
     if not found:
@@ -97,11 +104,18 @@ def what_would_fit(
 
 
 def what_an_estimate_lacks(
-    capture: Capture, request: Request, trace: Trace, estimate: Estimate, others: JobChanges
+    capture: Capture,
+    request: Request,
+    trace: Trace,
+    estimate: Estimate,
+    others: JobChanges,
+    *,
+    notes: list[str],
 ) -> tuple[Suggestion, ...]:
     """The changes with which a step that does not fit would, those that keep its results among them.
 
     `trace` is of that step. The budget of the request is what it must fit, and its global batch that of a step.
+    Why a change could not be tried is added to `notes`.
     """
     settings = estimate.settings
     recomputing = Change(
@@ -111,7 +125,7 @@ def what_an_estimate_lacks(
         flag="--recompute all",
         recomputes_all=True,
     )
-    context = Context(capture, request, trace, estimate, searches=False)
+    context = Context(capture, request, trace, estimate, searches=False, notes=notes)
     same = [] if settings.units or not find_units(trace) else [recomputing]
     of_settings = (
         each
@@ -157,7 +171,10 @@ def _accumulating(context: Context) -> Iterator[Suggestion]:
     try:
         changed = ChangedSteps(change, context)
         found = changed.kept_below(size_now) if len(changed.sizes) > 1 else None
-    except (CaptureError, BatchError, UsageError):
+    except (CaptureError, BatchError) as error:
+        context.note_skipped(change, error)
+        return
+    except UsageError:
         return
     if found is not None:
         size, steps = found.settings.micro_batch_size, found.settings.gradient_accumulation_steps

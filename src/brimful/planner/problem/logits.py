@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.settings import op_kind
+from brimful.settings import ChunkedLoss, op_kind
 from brimful.trace import Phase, Trace
 
 LOSS_CHUNKS = 8
@@ -15,6 +15,12 @@ LARGE_FRACTION = 0.02
 probabilities: where they are less, computing it in chunks spares less than a tenth."""
 
 _PRODUCTS = frozenset({"mm", "addmm"})
+
+
+def chunked_loss_of(baseline: Trace) -> ChunkedLoss | None:
+    """The loss in parts; None if the step has no large cross-entropy, or its loss couples the samples."""
+    layer = None if baseline.couples_samples else logits_layer(baseline)
+    return None if layer is None else ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
 
 
 def logits_layer(baseline: Trace) -> str | None:
