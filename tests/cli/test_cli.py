@@ -75,6 +75,7 @@ ESTIMATE_KEYS = {
     "predicted_step_seconds",
     "predicted_step_seconds_interval",
     "predicted_samples_per_second",
+    "predicted_time_shares",
     "breakdown",
     "peak",
     "largest",
