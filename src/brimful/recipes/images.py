@@ -108,13 +108,13 @@ def image_classification(
             "labels": torch.randint(len(classes), (samples,)),
         }
 
-    loading = {"workers": workers, "prefetch_factor": prefetch_factor}
-
     def samples_of(images: LabelledImages, *, augments: bool = False) -> ReadSamples:
         if options is not None:
-            return ReadSamples(TimmReader(images, augments, as_key(options)), **loading)
+            return ReadSamples(
+                TimmReader(images, augments, as_key(options)), workers=workers, prefetch_factor=prefetch_factor
+            )
         reader = ImageReader(images, augments, image_size, found.mean, found.deviation)
-        return ReadSamples(reader, **loading)
+        return ReadSamples(reader, workers=workers, prefetch_factor=prefetch_factor)
 
     def data() -> Data:
         has_sample = training_metrics and len(validation.paths) > 0
