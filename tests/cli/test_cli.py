@@ -75,6 +75,7 @@ ESTIMATE_KEYS = {
     "predicted_step_seconds",
     "predicted_step_seconds_interval",
     "predicted_samples_per_second",
+    "predicted_time_shares",
     "breakdown",
     "peak",
     "largest",
@@ -592,7 +593,8 @@ OPTIONS = {
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
     "train images": [
         *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
-        "--image-size", "--validation-fraction", "--workers", "--timm-transforms", "--training-metrics",
+        "--image-size", "--validation-fraction", "--workers", "--prefetch-factor", "--timm-transforms",
+        "--training-metrics",
     ],
     "train text-classification": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",

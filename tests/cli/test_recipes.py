@@ -83,9 +83,25 @@ def test_a_task_is_planned_for_a_gpu_that_is_not_here(tmp_path: Path, model: str
     plan = json.loads(planned.stdout)
     assert (plan["device"], plan["settings"]["micro_batch_size"]) == ("RTX 3090", 32)
     assert not (tmp_path / "runs").exists()
+    assert not any("learning rate" in note for note in plan["notes"])
     contradicted = brimful(tmp_path, *asked.split(), "--resume", "--run-dir", "runs")
     assert contradicted.returncode == 2
     assert "--plan-only searches for a plan" in contradicted.stderr
+
+
+def test_another_global_batch_leaves_the_learning_rate_and_says_what_scaling_gives(
+    tmp_path: Path, model: str
+) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be " * 40)
+    asked = "train language-model one.txt --model llama --tokenizer bytes --seq-len 32 --plan-only --json"
+    where = ("--device", "RTX 3090", "--budget", "4GiB", "--global-batch-size", "128")
+    planned = brimful(tmp_path, *asked.split(), *where)
+    assert planned.returncode == 0, planned.stderr
+    (note,) = (note for note in json.loads(planned.stdout)["notes"] if "learning rate" in note)
+    assert "stays at 0.0003, which the recipe has for global batches of 32; this one is of 128" in note
+    assert "square root of the batch it would be 0.0006, scaled linearly 0.0012" in note
+    chosen = brimful(tmp_path, *asked.split(), *where, "--learning-rate", "1e-3")
+    assert not any("learning rate" in note for note in json.loads(chosen.stdout)["notes"])
 
 
 def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:

@@ -13,7 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from brimful.capture import capture_step
+from brimful.devices import find_device
+from brimful.job import Job
 from brimful.settings import Precision, Settings
+from brimful.trace import find_units, in_nested_runs, in_runs
 from brimful.transforms import apply_units
 from brimful.transforms.segments import Call
 from helpers.models import GPT, Block, ResNet, vgg
@@ -21,6 +25,7 @@ from helpers.trained_alike import (
     WIDTH,
     Loss,
     assert_identical,
+    assert_trains_identically,
     images,
     mean_square,
     nesting,
@@ -94,6 +99,34 @@ class Chain(nn.Module):
 
 def linear(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *more, nn.Tanh())
+
+
+def deep() -> nn.Sequential:
+    """Two hundred layers, some of which draw random numbers."""
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(100)]
+    for each in linears:
+        nn.init.orthogonal_(each.weight)  # gradients do not vanish
+    return nn.Sequential(*(m for i, each in enumerate(linears) for m in (each, nn.Dropout(0.01 * (i % 2)))))
+
+
+def test_runs_of_a_long_sequential_train_identically_recomputed_and_nested() -> None:
+    job = Job(
+        model=deep,
+        loss=lambda model, batch: mean_square(model, batch["x"]),
+        batch=lambda samples: {"x": torch.randn(samples, WIDTH)},
+    )
+    trace = capture_step(job, Settings(micro_batch_size=4096), find_device("T4"))
+    runs = in_runs(trace, find_units(trace))
+    nested = in_nested_runs(trace, runs)
+    assert 8 < len(runs) < len(nested)
+    batches = vectors()
+    assert_trains_identically(deep(), runs, batches)
+    third = len(nested) // 3
+    settings = nesting(nested[:third], nested[third : 2 * third], nested[2 * third :])
+    model = deep()
+    other = copy.deepcopy(model)
+    apply_units(other, settings)
+    assert_identical(train(model, batches), train(other, batches))
 
 
 PARTS = tuple(f"parts.{i}" for i in range(3))

@@ -293,6 +293,8 @@ class ImageOptions:
     workers: int | None = field(default=None, metadata={"min": 0})
     """Processes that read images to train on, and as many for validation. Default: one per processor, at most
     8."""
+    prefetch_factor: PositiveInt | None = None
+    """Groups of 16 images that each of these processes reads ahead. Default: 2."""
 
 
 MergeAdapters = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
@@ -302,7 +303,10 @@ def _begin(
     from brimful.trainer.storage.run_directory import check_run_directory
 
     def search(samples: int) -> Plan:
-        return _search(job, run.device, samples, planning, context)
+        found = _search(job, run.device, samples, planning, context)
+        if usual_batch_size is None or run.learning_rate is not None:
+            return found
+        return replace(found, notes=(*found.notes, *_rate_notes(job, samples, usual_batch_size)))
 
     begun = _begun(run.run_dir, run.resume, training.compare_plain)
     if run.run_dir is not None and not run.resume:
@@ -347,6 +351,23 @@ def _for_command(suggestions: Iterable[Suggestion], context: typer.Context) -> I
         of_command = {word for word in asked.split() if word.startswith("--")} - {"--nproc-per-node"}
         if of_command <= flags:
             yield replace(each, flag=asked)
+
+
+def _rate_notes(job: Job, samples: int, usual_batch_size: int) -> tuple[str, ...]:
+    """A note on the learning rate of a recipe, if batches are not of the size that it is meant for."""
+    from brimful.optimizers import NamedOptimizer
+
+    own = job.optimizer
+    rate = own.learning_rate if isinstance(own, NamedOptimizer) else None
+    if rate is None or samples == usual_batch_size:
+        return ()
+    factor = samples / usual_batch_size
+    return (
+        f"The learning rate stays at {rate:g}, which the recipe has for global batches of {usual_batch_size}; "
+        f"this one is of {samples}. Scaled by the square root of the batch it would be "
+        f"{rate * math.sqrt(factor):.2g}, scaled linearly {rate * factor:.2g}: set --learning-rate. "
+        "Gradient accumulation keeps the global batch, and so the learning rate.",
+    )
 
 
 def _own_rate(job: Job) -> float | None:

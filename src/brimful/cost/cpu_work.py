@@ -6,7 +6,7 @@ from brimful.cost.cpu_convolutions import images_bytes, kernels, layout_copy_byt
 from brimful.cost.kinds import COPY, DEPTHWISE, IM2COL, OTHER, WEIGHT_GRADIENT, Work, work_of
 from brimful.devices import Device, RateCurve
 from brimful.settings import Precision
-from brimful.trace import Op
+from brimful.trace import Op, Phase
 from brimful.trace.extents import Convolution, extents_of
 
 _STANDS_IN = {
@@ -29,13 +29,14 @@ class CpuWork:
         self._seconds_per_byte = 1 / device.memory_bandwidth_bytes_per_second
 
     def parts(self, op: Op, flops_per_second: float) -> list[tuple[str, float]]:
-        """Seconds by kind of work, at least a bare launch.
+        """Seconds by kind of work, at least a bare launch; all of the optimizer's is one kind.
 
         A convolution's copies to and from oneDNN's layout are added to its arithmetic. `flops_per_second` is
         the rate of the op's type, for a CPU that was not calibrated.
         """
         work, moved_bytes = work_of(op, self._precision), op.read_bytes + op.written_bytes
-        name, curve, least = work.kind.partition(":")[0], self._curve(work), self._device.launch_seconds
+        name = "optimizer" if op.phase is Phase.OPTIMIZER else work.kind.partition(":")[0]
+        curve, least = self._curve(work), self._device.launch_seconds
         if not op.flops:
             moving = moved_bytes * self._seconds_per_byte
             return [(name, max(moving, least) if curve is None else curve.seconds_at(work.amount))]

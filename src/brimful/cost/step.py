@@ -14,6 +14,7 @@ from brimful.cost.kinds import base_name
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, ops_seen_by_saving, region_seconds
 from brimful.cost.roofline import Roofline, modules_of_native_loops
+from brimful.cost.time_shares import time_shares
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Parallelism, Settings
@@ -38,6 +39,11 @@ class StepTime:
     kernel_seconds: tuple[tuple[str, float], ...] = ()
     """The whole step by class of kernel, longest first; "host" is time in which a GPU waits for its host,
     "input_copy" that of copying batches from pageable memory, and "communication" as above."""
+
+    @property
+    def shares(self) -> tuple[tuple[str, float], ...]:
+        """Fractions of the step's time by kind of operation, largest first; see `time_shares`."""
+        return time_shares(self.kernel_seconds)
 
     @property
     def total_seconds(self) -> float:

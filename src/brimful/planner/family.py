@@ -21,7 +21,15 @@ from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTrac
 from brimful.settings import Action, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
-from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
+from brimful.trace.units import (
+    divide_unit,
+    find_units,
+    in_nested_runs,
+    in_runs,
+    join_input_ops,
+    paired,
+    undivided,
+)
 
 LEAST_SAVING_FRACTION = 0.02
 """Fraction of the peak of recomputing everything that dividing a unit must save; each division takes a
@@ -107,7 +115,8 @@ class CandidateFamily:
         """The model's units, and others that take less where everything is recomputed.
 
         A unit that alone makes the peak is divided as long as that lowers it: by itself, and where ops that
-        make the input of units belong to them. Blocks are paired where much is passed from one to the next.
+        make the input of units belong to them. Blocks are paired where much is passed from one to the next,
+        and the layers of a Sequential divided into runs that take least.
         What the allocator reserves for each, only replays show.
         """
         units = self._find_units(kept)
@@ -122,7 +131,17 @@ class CandidateFamily:
         least = self._coarser(freeing, kept, settings)
         pairs = paired(kept, least)
         pairs = least if self._peak_bytes(pairs, settings) is None else pairs
-        return tuple(dict.fromkeys((units, divided, joined, least, pairs)))
+        found = tuple(dict.fromkeys((units, divided, joined, least, pairs)))
+        return found + self._in_runs(kept, found, settings)
+
+    def _in_runs(
+        self, kept: Trace, divisions: tuple[tuple[str, ...], ...], settings: Settings
+    ) -> tuple[tuple[str, ...], ...]:
+        """Layers of a Sequential in runs, and in runs to be nested, if the runs take less than any division."""
+        runs = in_runs(kept, divisions[-1])
+        if not all(self._lowers_peak(runs, division, settings) for division in divisions):
+            return ()
+        return tuple(dict.fromkeys((runs, in_nested_runs(kept, runs))))
 
     def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units; if input ops belong to some, with parts put together where that lowers the peak."""

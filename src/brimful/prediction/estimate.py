@@ -189,6 +189,16 @@ class Estimate(PredictsRuns):
         return (*self.uncertain_ops, *(f"the speed of {dtype}, priced as float32" for dtype in dtypes))
 
     @property
+    def predicted_time_shares(self) -> tuple[tuple[str, float], ...]:
+        """Fractions of the step's time by kind of operation, largest first, which add up to 1.
+
+        The kinds are "matmul", "convolution", "attention" (fused kernels), "normalization" (with softmax and
+        other reductions), "pointwise", "data movement", "optimizer", "transfers" (to and from the host, between
+        ranks) and "host" (launches and Python; on a GPU all time in which it waits).
+        """
+        return self.step_time.shares
+
+    @property
     def device_peak(self) -> DevicePeak:
         """The peak and the upper end of its interval, CUDA context included."""
         most_bytes = self.predicted_device_interval_bytes[1]

@@ -53,6 +53,7 @@ def image_classification(
     bad_samples: str = "refuse",
     check_files: bool = True,
     workers: int | None = None,
+    prefetch_factor: int | None = None,
     seed: int = 0,
 ) -> Job:
     """Create a job that trains an image classifier.
@@ -76,6 +77,7 @@ def image_classification(
         check_files: Decode every file once before training, so that a broken file does not end a run hours
             later. It takes a few milliseconds per file.
         workers: Number of processes that read images; None uses one per processor, at most 8.
+        prefetch_factor: Groups of 16 images that each of them reads ahead; None takes torch's default, 2.
         seed: Seed of the choice of validation images.
 
     Returns:
@@ -108,9 +110,11 @@ def image_classification(
 
     def samples_of(images: LabelledImages, *, augments: bool = False) -> ReadSamples:
         if options is not None:
-            return ReadSamples(TimmReader(images, augments, as_key(options)), workers=workers)
+            return ReadSamples(
+                TimmReader(images, augments, as_key(options)), workers=workers, prefetch_factor=prefetch_factor
+            )
         reader = ImageReader(images, augments, image_size, found.mean, found.deviation)
-        return ReadSamples(reader, workers=workers)
+        return ReadSamples(reader, workers=workers, prefetch_factor=prefetch_factor)
 
     def data() -> Data:
         has_sample = training_metrics and len(validation.paths) > 0

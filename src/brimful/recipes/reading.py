@@ -49,17 +49,31 @@ class ReadSamples:
     Args:
         reader: Reads single samples.
         workers: Number of processes that read; 0 reads in this process, None uses one per processor, at most 8.
+        prefetch_factor: Groups of 16 samples that each worker reads ahead; None takes torch's default, 2.
         validation_batch_size: Samples per batch in a pass in order.
 
     Raises:
-        UsageError: `workers` is negative.
+        UsageError: `workers` is negative, or `prefetch_factor` is below 1 or given without workers.
     """
 
-    def __init__(self, reader: Reader, *, workers: int | None = None, validation_batch_size: int = 64) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        *,
+        workers: int | None = None,
+        prefetch_factor: int | None = None,
+        validation_batch_size: int = 64,
+    ) -> None:
         if workers is not None and workers < 0:
             raise UsageError(f"workers is {workers}; it must be at least 0.")
+        if prefetch_factor is not None and (prefetch_factor < 1 or workers == 0):
+            raise UsageError(
+                f"prefetch_factor is {prefetch_factor} with workers={workers}; it must be at least 1, with at "
+                "least one worker, which reads ahead. Leave it out, or give workers=1 or more."
+            )
         self._reader = reader
         self._workers = min(processors_here(), _MOST_WORKERS) if workers is None else workers
+        self._prefetch_factor = prefetch_factor
         self._validation_batch_size = validation_batch_size
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] | None = None
@@ -96,6 +110,7 @@ class ReadSamples:
             batch_sampler=self._chunks,
             num_workers=self._workers,
             persistent_workers=self._workers > 0,
+            prefetch_factor=self._prefetch_factor,
             generator=torch.Generator(),  # draws the workers' seeds, instead of the run's generator
         )
 

@@ -24,6 +24,7 @@ json_form(
         derived={
             "verdict": attrgetter("verdict"),
             "predicted_samples_per_second": attrgetter("predicted_samples_per_second"),
+            "predicted_time_shares": lambda estimate: dict(estimate.predicted_time_shares),
             "breakdown": lambda estimate: dict(estimate.breakdown),
             "peak": lambda estimate: {
                 "phase": estimate.peak_phase,
@@ -37,7 +38,7 @@ json_form(
             *("predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes", "predicted_peak_device_bytes"),
             *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
             *("predicted_step_seconds", "predicted_step_seconds_interval", "predicted_samples_per_second"),
-            *("breakdown", "peak", "largest"),
+            *("predicted_time_shares", "breakdown", "peak", "largest"),
             *("modules", "phases", "allocators", "context_source", "torch_version"),
             *("cache_flushes", "out_of_memory_at"),
         ),

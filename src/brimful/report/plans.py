@@ -87,6 +87,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         which = "with the CUDA context" if context else "allocated"
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
     yield Row("predicted step", _step(estimate))
+    yield Row("time goes to", _time_shares(estimate))
     yield from uncertain_rows(estimate.uncertain)
     if estimate.own_checkpoints:
         yield Row(
@@ -108,6 +109,9 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         )
     yield from (Remark("note", note) for note in estimate.notes)
 
+
+_SHOWN_TIME_SHARE = 0.005
+"""Fraction of a step's time below which a kind of operation is not listed: it would be 0 %."""
 
 _NAMED = 3
 """Ops that a line of what is uncertain names."""
@@ -274,6 +278,12 @@ def _step(estimate: Estimate) -> str:
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
     rate = format_rate(estimate.predicted_samples_per_second)
     return f"{_seconds(estimate)}, {rate} ({listed})"
+
+
+def _time_shares(estimate: Estimate) -> str:
+    """Kinds of operation with their shares of the step, those that round to 1 % or more."""
+    shown = [(kind, share) for kind, share in estimate.predicted_time_shares if share >= _SHOWN_TIME_SHARE]
+    return ", ".join(f"{kind} {share:.0%}" for kind, share in shown)
 
 
 def _plan_parts(plan: Plan) -> Iterator[Part]:

@@ -3,6 +3,8 @@
 `torch.compile(model)` calls a model's weights "_orig_mod.head.weight", `DistributedDataParallel(model)`
 "module.head.weight". A plain name is the one without wrappers. A module is a wrapper by its class alone, so a
 submodule that someone calls "module" keeps its name.
+
+Private torch API used here: `torch.utils._pytree` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from brimful.errors import UsageError
 from brimful.torch_utils.replaced import replaced
 from brimful.torch_utils.wrapper_tensors import with_inner_tensors
+from brimful.utils.quantities import format_bytes
 
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _INNER = {
@@ -143,11 +147,13 @@ def runs_on_one_device(*, job: str) -> Iterator[None]:
 
     def checked(module: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
         if _spreads(module):
-            raise _data_parallel_error(f"the code of {job!r} calls an nn.DataParallel")
+            gathered = module.module(*inputs, **kwargs)
+            raise _data_parallel_error(f"the code of {job!r} calls an nn.DataParallel", gathered)
         return forward(module, *inputs, **kwargs)
 
-    def refused(*_args: Any, **_kwargs: Any) -> Any:
-        raise _data_parallel_error(f"the code of {job!r} calls nn.parallel.data_parallel")
+    def refused(module: nn.Module, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
+        gathered = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+        raise _data_parallel_error(f"the code of {job!r} calls nn.parallel.data_parallel", gathered)
 
     with replaced(nn.DataParallel, "forward", checked), replaced(nn.parallel, "data_parallel", refused):
         yield
@@ -157,9 +163,14 @@ def _spreads(module: nn.Module) -> bool:
     return isinstance(module, nn.DataParallel) and len(module.device_ids) != 1
 
 
-def _data_parallel_error(found: str) -> UsageError:
+def _data_parallel_error(found: str, gathered: Any = None) -> UsageError:
+    """The error of a module that spreads a batch; `gathered` is its output for the whole batch, if known."""
+    gathered_bytes = sum(each.nbytes for each in tree_leaves(gathered) if isinstance(each, Tensor))
+    size = f" ({format_bytes(gathered_bytes)} for this batch)" if gathered_bytes else ""
     return UsageError(
-        f"{found}, which divides each batch over all GPUs of one process and gathers the outputs on the first. "
-        "That is not predicted, planned or trained. Give the module inside (`.module`), for one GPU, or for "
-        "several with world_size=N and DistributedDataParallel, one process per GPU."
+        f"{found}, which divides each batch over all GPUs of one process. Beside its own part GPU 0 then holds "
+        f"the outputs of the whole batch{size}, as much for their gradients, and the optimizer state. That is "
+        "not predicted, planned or trained. Give the module inside (`.module`), for one GPU, or for several "
+        "with world_size=N (--world-size N) and DistributedDataParallel: one process per GPU, which all hold "
+        "the same."
     )

@@ -30,7 +30,15 @@ from brimful.trace.records import (
     Trace,
 )
 from brimful.trace.scaling import TraceLine
-from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
+from brimful.trace.units import (
+    divide_unit,
+    find_units,
+    in_nested_runs,
+    in_runs,
+    join_input_ops,
+    paired,
+    undivided,
+)
 
 __all__ = [
     "CUBLAS_WORKSPACE",
@@ -47,6 +55,8 @@ __all__ = [
     "TraceLine",
     "divide_unit",
     "find_units",
+    "in_nested_runs",
+    "in_runs",
     "join_input_ops",
     "own_checkpointed_units",
     "own_checkpoints",

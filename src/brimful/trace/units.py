@@ -6,6 +6,8 @@ names of its first and last child.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +26,10 @@ plan can use its budget to within an eighth; repeated blocks are what is usually
 LEAST_RETURNED_SHARE = 1 / 10
 """Fraction of what a pair saves that its first part must return. A bottleneck block of a ResNet returns 0.12 to
 0.25 of that, a transformer's block 0.03."""
+
+LEAST_SAVED_BY_RUNS = 1 / 8
+"""Fraction that runs must take less than other units, as they are captured too. A choice of ours: the blocks of
+a ResNet-50 would gain less, layers by the hundred gain more."""
 
 
 def find_units(trace: Trace) -> tuple[str, ...]:
@@ -96,6 +102,99 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         found.append(str(Span.of(pair)) if is_pair else units[place])
         place += 1 + is_pair
     return tuple(found)
+
+
+def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
+    """Units that take least where all are recomputed: those of one Sequential in runs of any length.
+
+    A step that recomputes everything holds most in the backward of some run: what that run saves, and the
+    inputs of all runs up to it. Given a bound of these bytes, each run is as long as the bound permits, so the
+    first run is the longest. The smallest bound that suffices is searched. n equal layers that each save s and
+    return r take about √(2nrs), where √n segments of one length take 2√(nrs).
+
+    The units are returned as they are where runs do not take an eighth less. The trace is a capture without
+    recomputation, the units are in the order in which their forwards begin.
+    """
+    tree = SavedTree(trace)
+    parts = [part for unit in units for part in _parts_of_run(tree, unit)]
+    unit_bytes = _recomputed_bytes(tree, [tree.paths(unit) for unit in units])
+    least_bytes, most_bytes = 0, int(unit_bytes * (1 - LEAST_SAVED_BY_RUNS))
+    found: tuple[str, ...] = tuple(units)
+    while most_bytes - least_bytes > SMALLEST_SHARE * most_bytes:
+        bound_bytes = (least_bytes + most_bytes) // 2
+        runs = _runs_within(tree, parts, bound_bytes)
+        needed_bytes = _recomputed_bytes(tree, runs)
+        if needed_bytes <= bound_bytes:
+            found, most_bytes = tuple(_unit_of_run(tree, run) for run in runs), needed_bytes
+        else:
+            least_bytes = bound_bytes
+    return found
+
+
+def in_nested_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
+    """Units that take least where recomputed runs are nested in segments; see `in_runs`.
+
+    All runs save about as much then. k runs whose inputs take r each, in segments of √k, hold about 2r√k of
+    inputs: the first of each segment, and those inside one. The units are returned as they are where that does
+    not take an eighth less.
+    """
+    tree = SavedTree(trace)
+    parts = [part for unit in units for part in _parts_of_run(tree, unit)]
+
+    def nested_bytes(runs: Sequence[Sequence[str]]) -> float:
+        inputs_bytes = [tree.bytes_returned(run[-1]) for run in runs[:-1]]
+        largest_bytes = max(tree.bytes_saved(run) for run in runs)
+        return largest_bytes + 2 * math.sqrt(sum(inputs_bytes) * max(inputs_bytes, default=0))
+
+    bounds = [tree.total_bytes * SMALLEST_SHARE ** (step / 32) for step in range(64)]
+    runs = min((_runs_within(tree, parts, bound, holds_inputs=False) for bound in bounds), key=nested_bytes)
+    unit_bytes = nested_bytes([tree.paths(unit) for unit in units])
+    is_less = nested_bytes(runs) <= unit_bytes * (1 - LEAST_SAVED_BY_RUNS)
+    return tuple(_unit_of_run(tree, run) for run in runs) if is_less else tuple(units)
+
+
+def _parts_of_run(tree: SavedTree, unit: str) -> tuple[str, ...]:
+    """The children of a Sequential or of a run of its children; any other unit alone."""
+    if has_input_ops(unit):
+        return (unit,)
+    if tree.classes.get(unit) == "Sequential":
+        return tuple(child for child in tree.children[unit] if child in tree.first_ops) or (unit,)
+    return tuple(tree.paths(unit))
+
+
+def _runs_within(
+    tree: SavedTree, parts: Sequence[str], bound_bytes: float, *, holds_inputs: bool = True
+) -> list[tuple[str, ...]]:
+    """Runs of neighbours, each as long as what it saves, and the inputs held then, stay within a bound."""
+    runs: list[tuple[str, ...]] = []
+    held_bytes = saved_bytes = 0
+    for part in parts:
+        part_bytes = tree.saved_by(part)
+        is_next = bool(runs) and tree.are_neighbours((runs[-1][-1], part))
+        fits = held_bytes + saved_bytes + part_bytes <= bound_bytes
+        if is_next and (fits or not tree.can_begin(part)):
+            runs[-1], saved_bytes = (*runs[-1], part), saved_bytes + part_bytes
+        else:
+            held_bytes += tree.bytes_returned(runs[-1][-1]) if runs and holds_inputs else 0
+            runs.append((part,))
+            saved_bytes = part_bytes
+    return runs
+
+
+def _recomputed_bytes(tree: SavedTree, runs: Sequence[Sequence[str]]) -> int:
+    """The most bytes that recomputing runs holds: what one saves, and the inputs of all up to it."""
+    held_bytes = itertools.accumulate(tree.bytes_returned(run[-1]) for run in runs[:-1])
+    return max(
+        (held + tree.bytes_saved(run) for held, run in zip((0, *held_bytes), runs, strict=True)), default=0
+    )
+
+
+def _unit_of_run(tree: SavedTree, run: Sequence[str]) -> str:
+    """The unit that a run of neighbours makes: their parent, if that is all of its children."""
+    parent = run[0].rpartition(".")[0]
+    if len(run) == 1:
+        return run[0]
+    return parent if parent and list(run) == tree.children[parent] else str(Span.of(run))
 
 
 def _input_bytes(trace: Trace, units: Sequence[str]) -> list[int]:
@@ -229,9 +328,17 @@ def _frees_more_whole(tree: SavedTree, path: str, children: list[str]) -> bool:
 
 
 def _is_run(tree: SavedTree, path: str, children: list[str]) -> bool:
-    """Whether `path` is a plain Sequential whose children have nothing inside that could be divided."""
+    """Whether `path` is a plain Sequential whose children have nothing inside that could be divided.
+
+    Nor are small children divided.
+    """
     is_plain = tree.classes.get(path) == "Sequential"
-    return is_plain and bool(children) and not any(tree.children[child] for child in children)
+    least_bytes = SMALLEST_SHARE * tree.total_bytes
+    return (
+        is_plain
+        and bool(children)
+        and not any(tree.children[child] and tree.saved[child] >= least_bytes for child in children)
+    )
 
 
 def _runs(tree: SavedTree, path: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from brimful.errors import CaptureError, UsageError
 from brimful.memory import predict_memory
 from brimful.settings import Settings
 from brimful.trace import Trace
+from brimful.utils.quantities import format_bytes
 from helpers.captured_jobs import A100, CPU, job, loop_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU answers for itself")
@@ -165,8 +166,10 @@ def test_a_loss_or_loop_that_spreads_its_batch_over_gpus_is_refused(
     """It would be predicted as one GPU."""
     the_job = job(lambda: nn.Linear(WIDTH, WIDTH), loss, rows, loop=loop_of(loss) if has_own_loop else None)
     forward, function = nn.DataParallel.forward, nn.parallel.data_parallel
-    with pytest.raises(UsageError, match=r"calls (an )?nn\..*world_size=N"):
+    with pytest.raises(UsageError, match=r"calls (an )?nn\..*world_size=N") as refused:
         capture_step(the_job, Settings(micro_batch_size=SAMPLES), A100)
+    gathered = format_bytes(SAMPLES * WIDTH * 4)
+    assert f"the outputs of the whole batch ({gathered} for this batch)" in str(refused.value)
     assert (nn.DataParallel.forward, nn.parallel.data_parallel) == (forward, function)
 
 

@@ -152,7 +152,7 @@ def least_bytes(request: Request) -> int:
 
 
 def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -> None:
-    """64 blocks, each of which the next one's input is of: of 64 held inputs some 20 are left."""
+    """64 blocks, each of which makes the next one's input: few of 64 inputs are held."""
     flat_bytes = least_bytes(ALL_RECOMPUTED)
     nested_bytes = least_bytes(DEEP_REQUEST)
     assert nested_bytes < 0.5 * flat_bytes
@@ -160,7 +160,7 @@ def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -
     for part in (0, 2):
         budget_bytes = nested_bytes + (flat_bytes - nested_bytes) * part // 4
         plan = search(deep, replace(DEEP_REQUEST, budget_bytes=budget_bytes))
-        assert plan.settings.nested
+        assert bool(plan.settings.nested) is (part == 0)  # half-way runs of blocks suffice
         trace = deep(plan.settings).with_last_step_again()
         assert peak_bytes(trace) == plan.predicted_peak_allocated_bytes <= budget_bytes
         assert plan.predicted_peak_device_bytes <= budget_bytes

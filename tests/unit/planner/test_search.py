@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 import brimful as bf
 from brimful.api import verify
@@ -522,3 +523,45 @@ def test_headroom_that_is_expected_saves_captures_and_the_plan_is_as_fast(
 
 def beyond(plan: Plan) -> str:
     return next((note for note in plan.notes if note.startswith("The peak exceeds the budget")), "")
+
+
+class Segmented(nn.Module):
+    """A hundred layers of one Sequential, (B, W), checkpointed in segments; with 0 they are not."""
+
+    def __init__(self, segments: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(100) for m in (nn.Linear(16, 16), nn.Tanh())))
+        self.segments = segments
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.segments:
+            return checkpoint_sequential(self.layers, self.segments, x, use_reentrant=False)
+        return self.layers(x)
+
+
+def segmented(segments: int) -> Job:
+    return Job(
+        model=partial(Segmented, segments),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        batch=lambda samples: {"x": torch.randn(samples, 16)},
+        optimizer="sgd",
+    )
+
+
+def test_a_plan_of_a_long_sequential_takes_less_than_the_best_number_of_segments() -> None:
+    size = 16384
+    estimates = [bf.estimate(segmented(count), "T4", micro_batch_size=size) for count in (5, 10, 20)]
+    best = min(estimates, key=lambda each: each.predicted_peak_allocated_bytes)
+    budget_bytes = best.predicted_peak_device_bytes - 2 * MIB
+    plan = bf.plan(
+        segmented(0),
+        "T4",
+        budget=budget_bytes,
+        global_batch_size=size,
+        micro_batch_size=size,
+        max_exceedance=1.0,
+        offload_activations=False,
+    )
+    assert plan.predicted_peak_device_bytes <= budget_bytes
+    assert plan.predicted_peak_allocated_bytes < best.predicted_peak_allocated_bytes
+    assert {unit.action for unit in plan.settings.units} <= {Action.KEEP, Action.RECOMPUTE}

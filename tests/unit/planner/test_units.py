@@ -8,8 +8,18 @@ from torch import Tensor, nn
 from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.job import Job
-from brimful.settings import Settings
-from brimful.trace import Trace, divide_unit, find_units, join_input_ops, paired, undivided
+from brimful.planner.solutions import peak_allocated_bytes
+from brimful.settings import Action, Settings, Span, UnitAction
+from brimful.trace import (
+    Trace,
+    divide_unit,
+    find_units,
+    in_nested_runs,
+    in_runs,
+    join_input_ops,
+    paired,
+    undivided,
+)
 
 # B batch, C channels, H × W image
 
@@ -43,12 +53,12 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def trace_of(model: Callable[[], nn.Module], batch) -> Trace:
+def trace_of(model: Callable[[], nn.Module], batch, units: tuple[UnitAction, ...] = ()) -> Trace:
     job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
-    return capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM"))
+    return capture_step(job, Settings(micro_batch_size=4, units=units), find_device("A100 80GB SXM"))
 
 
-def units_of(model: type[nn.Module], batch) -> tuple[str, ...]:
+def units_of(model: Callable[[], nn.Module], batch) -> tuple[str, ...]:
     return find_units(trace_of(model, batch))
 
 
@@ -239,3 +249,57 @@ def test_a_pair_that_saves_most_of_everything_is_none() -> None:
     units = tuple(f"blocks.{i}" for i in range(4))
     images = trace_of(lambda: Row(*(Residual(4) for _ in range(4))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
     assert paired(images, units) == units
+
+
+def deep(layers: int) -> Callable[[], Row]:
+    return lambda: Row(*(module for _ in range(layers) for module in (nn.Linear(16, 16), nn.Tanh())))
+
+
+def deep_batch(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, 8192, 16)}
+
+
+def recomputed_bytes(layers: int, units: tuple[str, ...]) -> int:
+    """Peak of a step that recomputes all units."""
+    actions = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in units)
+    return peak_allocated_bytes(trace_of(deep(layers), deep_batch, actions))
+
+
+def equal_runs(children: int, count: int) -> tuple[str, ...]:
+    length = children // count
+    firsts = range(0, count * length, length)
+    lasts = [*(first - 1 for first in firsts[1:]), children - 1]
+    return tuple(
+        str(Span(parent="blocks", first=str(a), last=str(b))) for a, b in zip(firsts, lasts, strict=True)
+    )
+
+
+def test_layers_of_a_sequential_in_runs_take_less_than_any_number_of_equal_segments() -> None:
+    kept = trace_of(deep(100), deep_batch)
+    runs = in_runs(kept, find_units(kept))
+    best = min(recomputed_bytes(100, equal_runs(200, count)) for count in (5, 8, 10, 14, 20))
+    assert recomputed_bytes(100, runs) < 0.95 * best
+    lengths = [int(span.last) - int(span.first) + 1 for span in filter(None, map(Span.parse, runs))]
+    assert sorted(lengths, reverse=True) == lengths
+
+
+def test_runs_to_be_nested_are_shorter_and_save_as_much_as_each_other() -> None:
+    kept = trace_of(deep(100), deep_batch)
+    runs = in_runs(kept, find_units(kept))
+    nested = in_nested_runs(kept, runs)
+    lengths = [int(span.last) - int(span.first) + 1 for span in filter(None, map(Span.parse, nested))]
+    assert len(nested) > len(runs)
+    assert max(lengths[:-1]) - min(lengths[:-1]) <= 1
+
+
+def test_small_blocks_of_a_long_sequential_are_units_together() -> None:
+    """Each of 300 blocks saves a three-hundredth, which alone is no unit."""
+    units = units_of(lambda: Row(*(Mixing(4) for _ in range(300))), lambda n: {"x": torch.randn(n, 64, 4)})
+    assert 2 <= len(units) <= 8
+    assert all(map(Span.parse, units))
+
+
+def test_blocks_whose_runs_would_gain_little_stay_as_they_are() -> None:
+    vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(9))), lambda n: {"x": torch.randn(n, 64, 16)})
+    units = find_units(vectors)
+    assert in_runs(vectors, units) == units

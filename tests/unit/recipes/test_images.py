@@ -85,6 +85,18 @@ def test_batches_from_the_midst_of_an_epoch_are_those_of_the_whole(folder: Path)
         assert torch.equal(one["images"], other["images"])
 
 
+def test_the_number_of_groups_read_ahead_is_that_of_the_loader_and_needs_workers(folder: Path) -> None:
+    ahead = image_classification(folder, model="resnet18", image_size=33, workers=1, prefetch_factor=5)
+    assert [b["labels"].tolist() for b in all_batches(ahead)] == [
+        b["labels"].tolist() for b in all_batches(job_of(folder))
+    ]
+    samples = data_of(ahead).train
+    list(samples)  # type: ignore[arg-type]
+    assert samples._loader.prefetch_factor == 5  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match="at least one worker"):
+        data_of(job_of(folder, prefetch_factor=2))
+
+
 def test_workers_and_chunks_do_not_change_what_is_read(folder: Path) -> None:
     alone = all_batches(job_of(folder), size=20)  # more than a worker reads in one go
     two = image_classification(folder, model="resnet18", image_size=33, workers=2)

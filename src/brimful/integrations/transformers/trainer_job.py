@@ -167,8 +167,9 @@ def _check_supported(trainer: Trainer) -> None:
     check_kind(trainer)
     if trainer.args.n_gpu > 1:
         raise UsageError(
-            f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process. Start "
-            "one process per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
+            f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process, "
+            "with the outputs of the whole batch on the first. Start one process per GPU with torchrun, as is "
+            "predicted with world_size=N (--world-size N), or set CUDA_VISIBLE_DEVICES to one GPU."
         )
     check_parallelism(trainer)
 

@@ -1,0 +1,75 @@
+"""Shares of a step's time by kind of operation: what the classes of kernels add up to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
+"""Tensor contractions. Fused kernels alone count as attention; written out, it is matmuls and a softmax."""
+
+NORMALIZATION = "normalization"
+"""Normalizations, softmax, and other reductions: sums, means, pooling."""
+
+POINTWISE = "pointwise"
+"""Activations, additions, dropout: one result for each element."""
+
+DATA_MOVEMENT = "data movement"
+"""Copies within the device's memory, embeddings, gathers and scatters."""
+
+OPTIMIZER = "optimizer"
+"""The update, where it runs on the device."""
+
+TRANSFERS = "transfers"
+"""Copies of the batch, offloaded tensors, and communication between ranks that nothing hides."""
+
+HOST = "host"
+"""Launches and Python, and on a GPU all time in which it waits: for the host, or a copy."""
+
+_BEGINNINGS = {
+    MATMUL: ("matmul", "batched_matmul", "other_arithmetic", "recurrent"),
+    CONVOLUTION: (
+        *("convolution", "depthwise", "grouped", "pointwise", "stem", "im2col"),
+        *("layout_conversion", "weight_gradient"),
+    ),
+    ATTENTION: ("attention",),
+    NORMALIZATION: (
+        "softmax",
+        "normalization",
+        "layer_norm",
+        "group_norm",
+        "batch_norm",
+        "reduction",
+        "pooling",
+    ),
+    DATA_MOVEMENT: ("copy", "transposing_copy", "gather", "scatter"),
+    OPTIMIZER: ("optimizer",),
+    TRANSFERS: ("input_copy", "host_copy", "communication"),
+    HOST: ("host",),
+}
+"""By kind of operation, how names of its classes begin; the longest beginning counts. Convolutions of 1 × 1 are
+of the class "pointwise". All other classes are pointwise operations."""
+
+_KIND_OF = {beginning: kind for kind, beginnings in _BEGINNINGS.items() for beginning in beginnings}
+
+
+def time_shares(class_seconds: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """The fraction of a step's time that each kind of operation takes, largest first; they add up to 1.
+
+    Args:
+        class_seconds: Seconds by class of kernel, as in `StepTime.kernel_seconds`.
+
+    Returns:
+        Kinds and fractions; nothing where the step takes no time.
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for name, each in class_seconds:
+        seconds[_kind_of(name)] += each
+    total = sum(seconds.values())
+    largest_first = sorted(seconds.items(), key=lambda item: item[1], reverse=True)
+    return tuple((kind, each / total) for kind, each in largest_first if each)
+
+
+def _kind_of(name: str) -> str:
+    matching = (beginning for beginning in _KIND_OF if name.startswith(beginning))
+    return _KIND_OF.get(max(matching, key=len, default=""), POINTWISE)
