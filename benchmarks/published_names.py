@@ -72,6 +72,7 @@ DIFFERS = {
         "read as reserved GB: the program prints memory_reserved() / 1e9, and the table's sizes of the models "
         "are their bytes / 1e9; the table says GiB, which is the variant",
         "its own cross entropy, of logits that stay bfloat16; Transformers' loss makes them float32",
+        "models in 4 bits are loaded with float32 for what is not quantised, as their published sizes say too",
         "32 gradient accumulation steps of LoRA are predicted as 2, with which the peak is the same",
     ),
     "LitGPT": (
@@ -216,9 +217,11 @@ def _as_published(row: Row, job: bf.Job) -> bf.Job:
     if row.table == "LitGPT":
         return replace(job, model=lambda: _built(job).to(torch.bfloat16))
     if row.table == "universal-llm-trainer":
-        return replace(job, loss=partial(_loss_of_shifted_logits, is_float=False))
-    prepared = replace(job, model=lambda: _in_float32(_built(job))) if row.prepared else job
-    return replace(prepared, loss=partial(_loss_of_shifted_logits, is_float=True))
+        in_float32, upcasts = row.quantize is not None, False
+    else:
+        in_float32, upcasts = row.prepared, True
+    made = replace(job, model=lambda: _in_float32(_built(job))) if in_float32 else job
+    return replace(made, loss=partial(_loss_of_shifted_logits, is_float=upcasts))
 
 
 def _built(job: bf.Job) -> Any:
@@ -227,7 +230,10 @@ def _built(job: bf.Job) -> Any:
 
 
 def _in_float32(model: Any) -> Any:
-    """Source: peft/utils/other.py, prepare_model_for_kbit_training (0.13.2)."""
+    """What is not quantised in float32, as peft prepares it, and as universal-llm-trainer loads it.
+
+    Source: peft/utils/other.py, prepare_model_for_kbit_training (0.13.2); src/models/llama3.py, `dtype`.
+    """
     for parameter in model.parameters():
         if parameter.dtype is torch.bfloat16:
             parameter.data = parameter.data.to(torch.float32)

@@ -34,6 +34,9 @@ from brimful.utils.files import is_directory, is_file
 _CONFIG_BYTES = 4 << 20
 """Largest `config.json` that is read. A choice: the largest on the Hub have some 100 KB, lists of labels."""
 
+_PARTS_OF_PIPELINES = ("unet", "transformer")
+"""Folders of the network that is trained in a pipeline of diffusers."""
+
 _USUAL_TOKENS = {"causal": 2048, "other": 512}
 """Default tokens of a sample, where a model has as many positions."""
 
@@ -114,23 +117,34 @@ _OF_FILES = frozenset(
 
 
 def _from_hub(name: str) -> Path:
-    """The file `config.json` of an id, in the cache of the Hub's library, which downloads it if it can."""
+    """The file `config.json` of an id, in the cache of the Hub's library, which downloads it if it can.
+
+    A pipeline of diffusers has none of its own: that of the network that is trained.
+    """
     try:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
     except ImportError as error:
         raise UsageError(
             f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "
             "transformers. Or give its config.json, or a directory that has one."
         ) from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the library has errors of several packages
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(
-            f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
-            f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json; then give that "
-            "file in place of the name. `brimful models` lists those that are known without it."
-        ) from error
+    failures: list[Exception] = []
+    for file in ("config.json", *(f"{part}/config.json" for part in _PARTS_OF_PIPELINES)):
+        try:
+            return Path(hf_hub_download(name, file))
+        except EntryNotFoundError as error:  # neither there nor, without a network, in the cache
+            failures.append(error)
+        except Exception as error:  # the library has errors of several packages
+            failures.append(error)
+            break
+    reason = str(failures[0]).strip().splitlines() or [type(failures[0]).__name__]
+    raise UsageError(
+        f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
+        f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json, of a pipeline of "
+        "diffusers unet/config.json or transformer/config.json; then give that file in place of the name. "
+        "`brimful models` lists those that are known without it."
+    ) from failures[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -140,10 +154,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UsageError(f"{where} is not a JSON object, as config.json of a model is.")
     return document
-
-
-_PARTS_OF_PIPELINES = ("unet", "transformer")
-"""Folders of the network that is trained in a pipeline of diffusers."""
 
 
 def _job_of_directory(name: str, path: Path) -> Callable[..., Job]:
@@ -229,8 +239,15 @@ def _transformers(name: str) -> Any:
 def _full_config(name: str, config: Mapping[str, Any]) -> Any:
     """The configuration with the defaults of its class."""
     given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
+    transformers = _transformers(name)
+    if given["model_type"] not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{name} has the model_type {given['model_type']!r}, which transformers {transformers.__version__} "
+            "does not have. Its own code is not run. Install a release of transformers that has it, or give a "
+            "brimful.Job with its loss and batch: path/to/file.py:NAME."
+        )
     try:
-        return _transformers(name).AutoConfig.for_model(**given)
+        return transformers.AutoConfig.for_model(**given)
     except Exception as error:  # the library checks each field, with errors of its own
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"transformers cannot read the configuration of {name}: {reason[0]}") from error
@@ -328,7 +345,8 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
         if not getattr(full, "is_encoder_decoder", False) or not (is_speech or (reads_text and not hears)):
             raise UsageError(
                 f"{name} is a {architecture}, whose inputs are not known here: a job is known for encoders and "
-                "decoders of text, and for Whisper. Give a brimful.Job with its loss and batch."
+                "decoders of text, and for Whisper. Give a brimful.Job with its loss and a batch of its "
+                "processor: path/to/file.py:NAME. --lora, --quantize and --dtype go with it."
             )
         most = (
             _size(name, full, "max_target_positions") if is_speech else _positions(full, _USUAL_TOKENS["other"])
