@@ -126,7 +126,7 @@ def adapted(
         quantise_linear_layers(model, quantization)
     heads = [name for name, layer in _outside(model) if any(True for _ in layer.parameters())]
     heads += _poolers(model) if trains_pooler else []
-    excluded = [*heads, *_only_read(model)]
+    excluded = [*heads, *_never_adapted(model)]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -215,10 +215,16 @@ def _add_to_quantised_results(config: Any) -> None:
     config._register_custom_module(dict.fromkeys(PREDICTED, Adapted))
 
 
-def _only_read(model: nn.Module) -> list[str]:
-    """Linear layers whose weights are read by their parent, which never calls them: no adapter would act."""
-    parents = (name for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention))
-    return [f"{name}.out_proj" for name in parents]
+def _never_adapted(model: nn.Module) -> list[str]:
+    """The image encoder of LLaVA, and linear layers that their parent reads and never calls.
+
+    LLaVA takes features from inside its encoder, so that adapters behind those would never be trained.
+    """
+    return [
+        f"{name}.out_proj" if isinstance(layer, nn.MultiheadAttention) else name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.MultiheadAttention) or name.rpartition(".")[2] == "vision_tower"
+    ]
 
 
 def _poolers(model: Any) -> list[str]:

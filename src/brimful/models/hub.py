@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -190,9 +191,18 @@ def _job_of_config(name: str, config: dict[str, Any]) -> Callable[..., Job]:
 
 
 def _built(
-    name: str, architecture: str, config: Mapping[str, Any], *, tokens: int | None = None, **changes: Any
+    name: str,
+    architecture: str,
+    config: Mapping[str, Any],
+    *,
+    tokens: int | None = None,
+    decoder: str | None = None,
+    **changes: Any,
 ) -> Callable[[], nn.Module]:
-    """Builds a model of transformers from its configuration, with `changes` that are not None."""
+    """Builds a model of transformers from its configuration, with `changes` that are not None.
+
+    `decoder` is the part of the configuration whose model is causal, where the whole is not.
+    """
 
     def build() -> nn.Module:
         transformers = _transformers(name)
@@ -213,6 +223,8 @@ def _built(
         )
         try:
             made._attn_implementation = attention(causal=is_causal and sees_all and takes_others)
+            if decoder is not None:
+                getattr(made, decoder)._attn_implementation = attention(causal=True)
             model: nn.Module = kind(made)
         except ValueError:  # the model has no such attention
             made._attn_implementation = "eager"
@@ -345,7 +357,7 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
         if not getattr(full, "is_encoder_decoder", False) or not (is_speech or (reads_text and not hears)):
             raise UsageError(
                 f"{name} is a {architecture}, whose inputs are not known here: a job is known for encoders and "
-                "decoders of text, and for Whisper. Give a brimful.Job with its loss and a batch of its "
+                "decoders of text, for Whisper and LLaVA. Give a brimful.Job with its loss and a batch of its "
                 "processor: path/to/file.py:NAME. --lora, --quantize and --dtype go with it."
             )
         most = (
@@ -372,6 +384,50 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
 
         build = _built(name, architecture, config)
         return Job(model=build, loss=own_loss, batch=samples, count=_count_tokens, counted="tokens", name=name)
+
+    return make
+
+
+def _image_in_text(name: str, architecture: str, config: dict[str, Any]) -> Callable[..., Job]:
+    """A maker of jobs on texts with an image in each, whose encoder is frozen.
+
+    Source: Liu et al. 2023, Visual Instruction Tuning, section 4.2, stage 2.
+    """
+
+    def make(*, sequence_length: int | None = None) -> Job:
+        full = _full_config(name, config)
+        pixels, channels = _size(name, full.vision_config, "image_size"), 3
+        patches = (pixels // _size(name, full.vision_config, "patch_size")) ** 2
+        places = patches + (1 if full.vision_feature_select_strategy == "full" else 0)
+        words, image = _size(name, full.text_config, "vocab_size"), _size(name, full, "image_token_index")
+        most = _positions(full.text_config, _USUAL_TOKENS["causal"])
+        tokens = min(_USUAL_TOKENS["causal"], most) if sequence_length is None else sequence_length
+        check_range(name, "sequence_length", tokens, places + 2, most)
+        of_image = slice(1, 1 + places)  # behind the first token
+
+        def build() -> nn.Module:
+            model: Any = _built(name, architecture, config, decoder="text_config")()
+            model.model.vision_tower.requires_grad_(False)
+            made: nn.Module = model
+            return made
+
+        def samples(count: int) -> Batch:
+            ids = torch.randint(0, words - 1, (count, tokens))  # (B, T)
+            ids += ids >= image
+            ids[:, of_image] = image
+            labels = ids.clone()
+            labels[:, of_image] = -100  # F.cross_entropy's ignore_index
+            images = torch.randn(count, channels, pixels, pixels)  # (B, C, H, W)
+            return {"input_ids": ids, "pixel_values": images, "labels": labels}
+
+        return Job(
+            model=build,
+            loss=own_loss,
+            batch=samples,
+            count=_count_next_tokens,
+            counted="tokens",
+            name=name,
+        )
 
     return make
 
@@ -455,6 +511,7 @@ _KINDS: Mapping[str, _Maker] = {
     "GPT2LMHeadModel": _of_tokens("causal"),
     "ForMaskedLM": _of_tokens("masked"),
     "ForSequenceClassification": _of_tokens("classes"),
+    "LlavaForConditionalGeneration": _image_in_text,
     "ForConditionalGeneration": _sequence_to_sequence,
     "ForImageClassification": _image_classification,
     "CLIPModel": _image_and_text,
@@ -470,9 +527,14 @@ def _timm_job(name: str) -> Callable[..., Job]:
         except ImportError as error:
             raise UsageError(f"{name} is built with timm, which is not installed: pip install timm.") from error
         model = name.removeprefix("timm/")
-        if not timm.is_model(model.partition(".")[0]):
-            near = ", ".join(timm.list_models(f"*{model.partition('_')[0]}*")[:5])
-            raise UsageError(f"timm {timm.__version__} has no model {model!r}. Near: {near}.")
+        check_range(name, "num_classes", num_classes, 1)
+        if image_size is not None:
+            check_range(name, "image_size", image_size, 32)
+        architecture, _, tag = model.partition(".")
+        published = timm.list_pretrained(f"{architecture}.*") if tag else []
+        if not timm.is_model(architecture) or (tag and model not in published):
+            near = published or get_close_matches(architecture, timm.list_models(), n=5, cutoff=0)
+            raise UsageError(f"timm {timm.__version__} has no model {model!r}. Near: {', '.join(near[:5])}.")
         _, height, width = timm.get_pretrained_cfg(model).input_size
         pixels = (height, width) if image_size is None else (image_size, image_size)
 

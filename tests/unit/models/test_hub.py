@@ -73,6 +73,28 @@ SMALL: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "decoder_start_token_id": 1,
     },
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "image_token_index": 50,
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+            "max_position_embeddings": 256,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+    },
     "ViTForImageClassification": {
         "model_type": "vit",
         "hidden_size": 32,
@@ -192,6 +214,23 @@ def test_known_names_have_the_published_number_of_parameters() -> None:
         assert bf.estimate(job, "H100 SXM", micro_batch_size=1).parameter_count == published
 
 
+@pytest.mark.parametrize("configuration", ["LlavaForConditionalGeneration"], indirect=True)
+def test_the_image_encoder_of_llava_is_frozen_and_its_tokens_are_not_predicted(configuration: Path) -> None:
+    for lora in (None, "r=2"):
+        job = bf.find_architecture(str(configuration), lora=lora)
+        assert callable(job.model)
+        trained = [name for name, each in job.model().named_parameters() if each.requires_grad]
+        assert trained
+        assert not any("vision_tower" in name for name in trained)
+    assert callable(job.batch)
+    batch = job.batch(3)
+    is_image = batch["input_ids"] == 50
+    assert is_image.sum(1).tolist() == [16] * 3  # patches of 8 in 32 pixels
+    assert torch.equal(is_image, batch["labels"] == -100)
+    with pytest.raises(UsageError, match="sequence_length"):
+        bf.find_architecture(str(configuration), sequence_length=17)
+
+
 def test_a_name_is_known_by_its_last_part_in_any_case() -> None:
     assert known_model("qwen2.5-0.5b") is known_models()["Qwen/Qwen2.5-0.5B"]
     assert len(known_models()) >= 100
@@ -276,7 +315,14 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
         ("{", "JSON"),
         ('{"model_type": "bert"}', "the architectures none"),
         ('{"model_type": "bert", "architectures": ["BertModel"]}', "a job is known for"),
-        ('{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}', "cannot read the configuration"),
+        (
+            '{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}',
+            "does not have. Its own code is not run",
+        ),
+        (
+            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "x"}',
+            "cannot read the configuration",
+        ),
         ('{"_class_name": "AutoencoderKL"}', "UNet2DConditionModel"),
     ],
 )
@@ -417,5 +463,11 @@ def test_timm_builds_its_own(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     job = bf.find_architecture("timm/resnet18", image_size=64, num_classes=7)
     assert bf.estimate(job, "cpu", micro_batch_size=2).parameter_count > 11_000_000
-    with pytest.raises(UsageError, match="no model"):
-        bf.estimate(bf.find_architecture("timm/resnet18x"), "cpu")
+    for name, options, message in (
+        ("timm/resnet18x", {}, "no model 'resnet18x'. Near: resnet18"),
+        ("timm/resnet18.no_such_weights", {}, r"no model .*Near: resnet18\."),
+        ("timm/resnet18", {"num_classes": 0}, "num_classes"),
+        ("timm/resnet18", {"image_size": 0}, "image_size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            bf.find_architecture(name, **options)
