@@ -2,8 +2,10 @@
 
     python benchmarks/published_names.py
 
-The rows were chosen before any was predicted: all rows of each table on one GPU whose model is known by that
-name, with no kernels of the table's own, that state micro-batch, sequence, weights, optimizer and adapters.
+The rows were chosen before any was predicted: those on one GPU whose model is known by that name, with no
+kernels of the table's own, that state micro-batch, sequence, weights, optimizer and adapters. Of
+universal-llm-trainer they are those on its A100; of LitGPT the LoRA ones without quantisation, and TinyLlama's
+full fine-tuning.
 Nothing but the name and the options of `brimful estimate` is given, so what a table's program does otherwise is
 an error here; `DIFFERS` says what. A second prediction, which counts in no summary of names, changes the job to
 do as that program does, so far as its source says it (`_as_published`). Weights and data are random.
