@@ -15,6 +15,8 @@ BENCHMARKS = (
     "cpu_zoo.py",
     "cpu_job_zoo.py",
     "published.py",
+    "published_names.py",
+    "models_by_name.py",
     "studies.py",
     "step_time.py",
     "estimate_speed.py",

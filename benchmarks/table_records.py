@@ -130,6 +130,28 @@ def published(result: Record) -> Record:
     return {"rows": rows}
 
 
+def published_names(result: Record) -> Record:
+    """Models by name beside public figures; where memory ran out, verdicts in the place of errors."""
+    rows = []
+    for row in result["rows"]:
+        size, other = row["published_bytes"], row["as_published"]
+        errors = [
+            each["predicted_verdict"] if size is None else f"{each['error_fraction']:+.1%}"
+            for each in (row, other)
+        ]
+        trained = "all" if row["lora"] is None else "LoRA" if row["quantize"] is None else "QLoRA"
+        computed = {
+            "short": row["name"].rpartition("/")[2],
+            "trained": trained + ", prepared by peft" * row["prepared"],
+            "published": "OOM" if size is None else f"{size / 1e9:.2f} GB",
+            "predicted": f"{row['predicted_bytes'] / 1e9:.2f} GB",
+            "error": errors[0],
+            "error_as_published": errors[1],
+        }
+        rows.append(row | computed)
+    return {"rows": rows}
+
+
 def cpu_zoo(result: Record) -> Record:
     """Architectures that are more than 1 % off."""
     rows = []
@@ -413,6 +435,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
+        published_names,
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )

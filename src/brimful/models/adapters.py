@@ -1,4 +1,4 @@
-"""LoRA adapters over the frozen, possibly quantised weights of a text model."""
+"""LoRA adapters over the frozen weights, quantised or not, of a model of transformers or diffusers."""
 
 from __future__ import annotations
 
@@ -126,12 +126,13 @@ def adapted(
         quantise_linear_layers(model, quantization)
     heads = [name for name, layer in _outside(model) if any(True for _ in layer.parameters())]
     heads += _poolers(model) if trains_pooler else []
+    excluded = [*heads, *_never_adapted(model)]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
-        exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
+        exclude_modules=rf"({'|'.join(map(re.escape, excluded))})(\..*)?" if excluded else None,
         modules_to_save=heads if is_classifier else None,
         task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM" if _is_causal(model) else None,
     )
@@ -146,11 +147,42 @@ def adapted(
             )  # peft sets it for Conv1D
             made: nn.Module = get_peft_model(model, config)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)})
-        raise UsageError(
-            f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}."
-        ) from error
+        raise _no_such_targets(model, lora, error) from error
     return made
+
+
+_TARGETS_OF_DIFFUSERS = ("to_k", "to_q", "to_v", "to_out.0")
+"""Layers that are adapted by default. Source: diffusers, train_text_to_image_lora.py and
+train_dreambooth_lora_flux.py."""
+
+
+def add_adapters(model: Any, lora: LoraOptions) -> nn.Module:
+    """Freeze a model of diffusers, and add trainable LoRA adapters to it, as diffusers' examples do.
+
+    The adapters have the type of the weights. UsageError if peft is not installed, or no layer has such a name.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise UsageError("--lora needs peft: pip install peft.") from error
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets or _TARGETS_OF_DIFFUSERS),
+        init_lora_weights="gaussian",
+    )
+    frozen: nn.Module = model.requires_grad_(False)
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        raise _no_such_targets(model, lora, error) from error
+    return frozen
+
+
+def _no_such_targets(model: nn.Module, lora: LoraOptions, error: ValueError) -> UsageError:
+    names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)})
+    return UsageError(f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}.")
 
 
 def _is_causal(model: nn.Module) -> bool:
@@ -181,6 +213,18 @@ def _add_to_quantised_results(config: Any) -> None:
             return result
 
     config._register_custom_module(dict.fromkeys(PREDICTED, Adapted))
+
+
+def _never_adapted(model: nn.Module) -> list[str]:
+    """The image encoder of LLaVA, and linear layers that their parent reads and never calls.
+
+    LLaVA takes features from inside its encoder, so that adapters behind those would never be trained.
+    """
+    return [
+        f"{name}.out_proj" if isinstance(layer, nn.MultiheadAttention) else name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.MultiheadAttention) or name.rpartition(".")[2] == "vision_tower"
+    ]
 
 
 def _poolers(model: Any) -> list[str]:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -33,6 +34,9 @@ from brimful.utils.files import is_directory, is_file
 
 _CONFIG_BYTES = 4 << 20
 """Largest `config.json` that is read. A choice: the largest on the Hub have some 100 KB, lists of labels."""
+
+_PARTS_OF_PIPELINES = ("unet", "transformer")
+"""Folders of the network that is trained in a pipeline of diffusers."""
 
 _USUAL_TOKENS = {"causal": 2048, "other": 512}
 """Default tokens of a sample, where a model has as many positions."""
@@ -114,23 +118,34 @@ _OF_FILES = frozenset(
 
 
 def _from_hub(name: str) -> Path:
-    """The file `config.json` of an id, in the cache of the Hub's library, which downloads it if it can."""
+    """The file `config.json` of an id, in the cache of the Hub's library, which downloads it if it can.
+
+    A pipeline of diffusers has none of its own: that of the network that is trained.
+    """
     try:
         from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
     except ImportError as error:
         raise UsageError(
             f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "
             "transformers. Or give its config.json, or a directory that has one."
         ) from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the library has errors of several packages
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(
-            f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
-            f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json; then give that "
-            "file in place of the name. `brimful models` lists those that are known without it."
-        ) from error
+    failures: list[Exception] = []
+    for file in ("config.json", *(f"{part}/config.json" for part in _PARTS_OF_PIPELINES)):
+        try:
+            return Path(hf_hub_download(name, file))
+        except EntryNotFoundError as error:  # neither there nor, without a network, in the cache
+            failures.append(error)
+        except Exception as error:  # the library has errors of several packages
+            failures.append(error)
+            break
+    reason = str(failures[0]).strip().splitlines() or [type(failures[0]).__name__]
+    raise UsageError(
+        f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
+        f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json, of a pipeline of "
+        "diffusers unet/config.json or transformer/config.json; then give that file in place of the name. "
+        "`brimful models` lists those that are known without it."
+    ) from failures[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -140,10 +155,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UsageError(f"{where} is not a JSON object, as config.json of a model is.")
     return document
-
-
-_PARTS_OF_PIPELINES = ("unet", "transformer")
-"""Folders of the network that is trained in a pipeline of diffusers."""
 
 
 def _job_of_directory(name: str, path: Path) -> Callable[..., Job]:
@@ -180,9 +191,18 @@ def _job_of_config(name: str, config: dict[str, Any]) -> Callable[..., Job]:
 
 
 def _built(
-    name: str, architecture: str, config: Mapping[str, Any], *, tokens: int | None = None, **changes: Any
+    name: str,
+    architecture: str,
+    config: Mapping[str, Any],
+    *,
+    tokens: int | None = None,
+    decoder: str | None = None,
+    **changes: Any,
 ) -> Callable[[], nn.Module]:
-    """Builds a model of transformers from its configuration, with `changes` that are not None."""
+    """Builds a model of transformers from its configuration, with `changes` that are not None.
+
+    `decoder` is the part of the configuration whose model is causal, where the whole is not.
+    """
 
     def build() -> nn.Module:
         transformers = _transformers(name)
@@ -203,6 +223,8 @@ def _built(
         )
         try:
             made._attn_implementation = attention(causal=is_causal and sees_all and takes_others)
+            if decoder is not None:
+                getattr(made, decoder)._attn_implementation = attention(causal=True)
             model: nn.Module = kind(made)
         except ValueError:  # the model has no such attention
             made._attn_implementation = "eager"
@@ -229,8 +251,15 @@ def _transformers(name: str) -> Any:
 def _full_config(name: str, config: Mapping[str, Any]) -> Any:
     """The configuration with the defaults of its class."""
     given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
+    transformers = _transformers(name)
+    if given["model_type"] not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{name} has the model_type {given['model_type']!r}, which transformers {transformers.__version__} "
+            "does not have. Its own code is not run. Install a release of transformers that has it, or give a "
+            "brimful.Job with its loss and batch: path/to/file.py:NAME."
+        )
     try:
-        return _transformers(name).AutoConfig.for_model(**given)
+        return transformers.AutoConfig.for_model(**given)
     except Exception as error:  # the library checks each field, with errors of its own
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(f"transformers cannot read the configuration of {name}: {reason[0]}") from error
@@ -328,7 +357,8 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
         if not getattr(full, "is_encoder_decoder", False) or not (is_speech or (reads_text and not hears)):
             raise UsageError(
                 f"{name} is a {architecture}, whose inputs are not known here: a job is known for encoders and "
-                "decoders of text, and for Whisper. Give a brimful.Job with its loss and batch."
+                "decoders of text, for Whisper and LLaVA. Give a brimful.Job with its loss and a batch of its "
+                "processor: path/to/file.py:NAME. --lora, --quantize and --dtype go with it."
             )
         most = (
             _size(name, full, "max_target_positions") if is_speech else _positions(full, _USUAL_TOKENS["other"])
@@ -354,6 +384,50 @@ def _sequence_to_sequence(name: str, architecture: str, config: dict[str, Any]) 
 
         build = _built(name, architecture, config)
         return Job(model=build, loss=own_loss, batch=samples, count=_count_tokens, counted="tokens", name=name)
+
+    return make
+
+
+def _image_in_text(name: str, architecture: str, config: dict[str, Any]) -> Callable[..., Job]:
+    """A maker of jobs on texts with an image in each, whose encoder is frozen.
+
+    Source: Liu et al. 2023, Visual Instruction Tuning, section 4.2, stage 2.
+    """
+
+    def make(*, sequence_length: int | None = None) -> Job:
+        full = _full_config(name, config)
+        pixels, channels = _size(name, full.vision_config, "image_size"), 3
+        patches = (pixels // _size(name, full.vision_config, "patch_size")) ** 2
+        places = patches + (1 if full.vision_feature_select_strategy == "full" else 0)
+        words, image = _size(name, full.text_config, "vocab_size"), _size(name, full, "image_token_index")
+        most = _positions(full.text_config, _USUAL_TOKENS["causal"])
+        tokens = min(_USUAL_TOKENS["causal"], most) if sequence_length is None else sequence_length
+        check_range(name, "sequence_length", tokens, places + 2, most)
+        of_image = slice(1, 1 + places)  # behind the first token
+
+        def build() -> nn.Module:
+            model: Any = _built(name, architecture, config, decoder="text_config")()
+            model.model.vision_tower.requires_grad_(False)
+            made: nn.Module = model
+            return made
+
+        def samples(count: int) -> Batch:
+            ids = torch.randint(0, words - 1, (count, tokens))  # (B, T)
+            ids += ids >= image
+            ids[:, of_image] = image
+            labels = ids.clone()
+            labels[:, of_image] = -100  # F.cross_entropy's ignore_index
+            images = torch.randn(count, channels, pixels, pixels)  # (B, C, H, W)
+            return {"input_ids": ids, "pixel_values": images, "labels": labels}
+
+        return Job(
+            model=build,
+            loss=own_loss,
+            batch=samples,
+            count=_count_next_tokens,
+            counted="tokens",
+            name=name,
+        )
 
     return make
 
@@ -437,6 +511,7 @@ _KINDS: Mapping[str, _Maker] = {
     "GPT2LMHeadModel": _of_tokens("causal"),
     "ForMaskedLM": _of_tokens("masked"),
     "ForSequenceClassification": _of_tokens("classes"),
+    "LlavaForConditionalGeneration": _image_in_text,
     "ForConditionalGeneration": _sequence_to_sequence,
     "ForImageClassification": _image_classification,
     "CLIPModel": _image_and_text,
@@ -452,9 +527,14 @@ def _timm_job(name: str) -> Callable[..., Job]:
         except ImportError as error:
             raise UsageError(f"{name} is built with timm, which is not installed: pip install timm.") from error
         model = name.removeprefix("timm/")
-        if not timm.is_model(model.partition(".")[0]):
-            near = ", ".join(timm.list_models(f"*{model.partition('_')[0]}*")[:5])
-            raise UsageError(f"timm {timm.__version__} has no model {model!r}. Near: {near}.")
+        check_range(name, "num_classes", num_classes, 1)
+        if image_size is not None:
+            check_range(name, "image_size", image_size, 32)
+        architecture, _, tag = model.partition(".")
+        published = timm.list_pretrained(f"{architecture}.*") if tag else []
+        if not timm.is_model(architecture) or (tag and model not in published):
+            near = published or get_close_matches(architecture, timm.list_models(), n=5, cutoff=0)
+            raise UsageError(f"timm {timm.__version__} has no model {model!r}. Near: {', '.join(near[:5])}.")
         _, height, width = timm.get_pretrained_cfg(model).input_size
         pixels = (height, width) if image_size is None else (image_size, image_size)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
-from brimful.models.adapters import LoraOptions, adapted, check_quantization
+from brimful.models.adapters import LoraOptions, adapted, add_adapters, check_quantization
 
 DTYPES = {
     "fp32": torch.float32,
@@ -34,10 +34,17 @@ def with_dtype(job: Job, dtype: str) -> Job:
     """
     if dtype not in DTYPES:
         raise UnknownNameError("type of weights", dtype, DTYPES)
-    made, make = _rebuilt(job, "dtype", lambda model: model.to(DTYPES[dtype])), job.batch
+    made, make = _rebuilt(job, "dtype", partial(_moved, DTYPES[dtype])), job.batch
     if not callable(make):
         return made
     return replace(made, batch=lambda samples: tree_map(partial(_in_type, DTYPES[dtype]), make(samples)))
+
+
+def _moved(dtype: torch.dtype, model: Any) -> nn.Module:
+    # diffusers warns of modules to keep in float32 even where there are none (0.42)
+    warns_of_none = _is_of_diffusers(model) and not model._keep_in_fp32_modules
+    moved: nn.Module = nn.Module.to(model, dtype) if warns_of_none else model.to(dtype)
+    return moved
 
 
 def _in_type(dtype: torch.dtype, value: Any) -> Any:
@@ -48,16 +55,20 @@ def _in_type(dtype: torch.dtype, value: Any) -> Any:
 def with_adapters(job: Job, lora: str, quantize: str | None = None) -> Job:
     """The job that trains LoRA adapters over frozen weights, quantised if `quantize` is given.
 
-    `lora` is as for `LoraOptions.parse`, `quantize` one of `QUANTIZATIONS`. The model must be of transformers;
-    the new head of a classifier is trained too. UsageError if it is not, or if peft is not installed.
+    `lora` is as for `LoraOptions.parse`, `quantize` one of `QUANTIZATIONS`. The model must be of transformers,
+    or of diffusers without `quantize`; the new head of a classifier is trained too. UsageError if it is not, or
+    if peft is not installed.
     """
     options = LoraOptions.parse(lora)
     check_quantization(quantize, has_adapters=True)
 
     def adapt(model: nn.Module) -> nn.Module:
+        if _is_of_diffusers(model) and quantize is None:
+            return add_adapters(model, options)
         if not is_of_transformers(model):
+            kinds = "transformers and diffusers" if quantize is None else "transformers with --quantize"
             raise UsageError(
-                f"{job.name}: adapters are added to models of transformers, and this is a "
+                f"{job.name}: adapters are added to models of {kinds}, and this is a "
                 f"{type(model).__name__}. Add them in Job(model=…), with peft.get_peft_model."
             )
         return adapted(model, options, quantize, is_classifier=_is_classifier(model))
@@ -75,9 +86,17 @@ def with_variant(job: Job, *, dtype: str | None, lora: str | None, quantize: str
 
 def is_of_transformers(model: Any) -> bool:
     """Whether a model is a `PreTrainedModel`; transformers is not imported for that."""
+    return _is_a(model, "PreTrainedModel", "transformers")
+
+
+def _is_of_diffusers(model: Any) -> bool:
+    return _is_a(model, "ModelMixin", "diffusers")
+
+
+def _is_a(model: Any, name: str, package: str) -> bool:
+    """Whether a model's class is, or inherits, the class of a package that need not be installed."""
     return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
+        kind.__name__ == name and kind.__module__.startswith(f"{package}.") for kind in type(model).__mro__
     )
 
 

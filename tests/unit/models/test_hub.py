@@ -1,6 +1,7 @@
 """Models by the name they are published under, with the libraries' own code, offline."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,28 @@ SMALL: dict[str, dict[str, Any]] = {
         "max_target_positions": 20,
         "pad_token_id": 0,
         "decoder_start_token_id": 1,
+    },
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "image_token_index": 50,
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 100,
+            "max_position_embeddings": 256,
+        },
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "image_size": 32,
+            "patch_size": 8,
+        },
     },
     "ViTForImageClassification": {
         "model_type": "vit",
@@ -191,6 +214,23 @@ def test_known_names_have_the_published_number_of_parameters() -> None:
         assert bf.estimate(job, "H100 SXM", micro_batch_size=1).parameter_count == published
 
 
+@pytest.mark.parametrize("configuration", ["LlavaForConditionalGeneration"], indirect=True)
+def test_the_image_encoder_of_llava_is_frozen_and_its_tokens_are_not_predicted(configuration: Path) -> None:
+    for lora in (None, "r=2"):
+        job = bf.find_architecture(str(configuration), lora=lora)
+        assert callable(job.model)
+        trained = [name for name, each in job.model().named_parameters() if each.requires_grad]
+        assert trained
+        assert not any("vision_tower" in name for name in trained)
+    assert callable(job.batch)
+    batch = job.batch(3)
+    is_image = batch["input_ids"] == 50
+    assert is_image.sum(1).tolist() == [16] * 3  # patches of 8 in 32 pixels
+    assert torch.equal(is_image, batch["labels"] == -100)
+    with pytest.raises(UsageError, match="sequence_length"):
+        bf.find_architecture(str(configuration), sequence_length=17)
+
+
 def test_a_name_is_known_by_its_last_part_in_any_case() -> None:
     assert known_model("qwen2.5-0.5b") is known_models()["Qwen/Qwen2.5-0.5B"]
     assert len(known_models()) >= 100
@@ -213,12 +253,18 @@ def test_a_directory_with_the_name_of_a_known_model_is_not_passed_over(
 
 
 @pytest.mark.parametrize("configuration", SMALL, indirect=True)
-def test_any_class_is_predicted_in_bf16_and_but_for_pairs_with_adapters(configuration: Path) -> None:
+def test_any_class_is_predicted_in_bf16_and_with_adapters_that_all_train(configuration: Path) -> None:
     half = bf.find_architecture(str(configuration), dtype="bf16")
     assert bf.estimate(half, "cpu", micro_batch_size=2).parameter_count > 0
-    if not configuration.read_text().startswith(('{"architectures": ["CLIP', '{"architectures": ["Siglip')):
-        adapted = bf.estimate(bf.find_architecture(str(configuration), lora="r=2"), "cpu", micro_batch_size=2)
-        assert 0 < adapted.trainable_parameter_count < adapted.parameter_count
+    job = bf.find_architecture(str(configuration), lora="r=2")
+    adapted = bf.estimate(job, "cpu", micro_batch_size=2)
+    assert 0 < adapted.trainable_parameter_count < adapted.parameter_count
+    assert callable(job.model)
+    assert callable(job.batch)
+    model, batch = job.model(), job.batch(2)
+    loss: Any = job.loss(model, batch) if job.embed is None else job.loss(job.embed(model, batch))
+    loss.backward()
+    assert all(each.grad is not None for each in model.parameters() if each.requires_grad)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +315,14 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
         ("{", "JSON"),
         ('{"model_type": "bert"}', "the architectures none"),
         ('{"model_type": "bert", "architectures": ["BertModel"]}', "a job is known for"),
-        ('{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}', "cannot read the configuration"),
+        (
+            '{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}',
+            "does not have. Its own code is not run",
+        ),
+        (
+            '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "x"}',
+            "cannot read the configuration",
+        ),
         ('{"_class_name": "AutoencoderKL"}', "UNet2DConditionModel"),
     ],
 )
@@ -285,31 +338,136 @@ def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
         bf.find_architecture(str(tmp_path))
 
 
-def test_a_pipeline_of_diffusers_is_its_denoising_network(tmp_path: Path) -> None:
-    pytest.importorskip("diffusers")
-    (tmp_path / "unet").mkdir()
-    config = {
-        "_class_name": "UNet2DConditionModel",
-        "sample_size": 8,
-        "block_out_channels": [32, 64],
-        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
-        "layers_per_block": 1,
-        "cross_attention_dim": 16,
+UNET: dict[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "block_out_channels": [32, 64],
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "layers_per_block": 1,
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+}
+SMALL_PIPELINES: dict[str, dict[str, Any]] = {
+    "Stable Diffusion": UNET,
+    "SDXL": {
+        **UNET,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 4,
+        "projection_class_embeddings_input_dim": 6 * 4 + 10,
+    },
+    "FLUX": {
+        "_class_name": "FluxTransformer2DModel",
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
         "attention_head_dim": 8,
-    }
-    (tmp_path / "unet" / "config.json").write_text(json.dumps(config))
-    job = bf.find_architecture(str(tmp_path))
-    predicted = bf.estimate(job, "cpu", micro_batch_size=2).predicted_peak_allocated_bytes
+        "num_attention_heads": 4,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 8,
+        "axes_dims_rope": [2, 2, 4],
+        "guidance_embeds": True,
+    },
+}
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory of a pipeline of diffusers."""
+    config = SMALL_PIPELINES[request.param]
+    part = tmp_path / ("transformer" if request.param == "FLUX" else "unet")
+    part.mkdir()
+    (part / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("pipeline", SMALL_PIPELINES, indirect=True)
+@pytest.mark.parametrize("lora", [None, "r=2"])
+def test_a_pipeline_of_diffusers_is_its_denoising_network(pipeline: Path, lora: str | None) -> None:
+    """With adapters, the layers that diffusers' examples adapt are trained, and no other."""
+    pytest.importorskip("diffusers")
+    job = bf.find_architecture(str(pipeline), image_size=64, lora=lora)
+    predicted = bf.estimate(job, "cpu", micro_batch_size=2)
     measured = bf.measure(job, bf.Settings(micro_batch_size=2), "cpu")
-    assert measured.measured_peak_allocated_bytes == pytest.approx(predicted, rel=0.01)
-    with pytest.raises(UsageError, match="a multiple of 64"):
-        bf.find_architecture(str(tmp_path), image_size=100)
+    assert measured.measured_peak_allocated_bytes == pytest.approx(
+        predicted.predicted_peak_allocated_bytes, rel=0.01
+    )
+    assert callable(job.model)
+    trained = [name for name, each in job.model().named_parameters() if each.requires_grad]
+    if lora is None:
+        assert predicted.trainable_parameter_count == predicted.parameter_count
+    else:
+        assert {re.sub(r".*attn\w*\.|\.default\.weight", "", name) for name in trained} == {
+            f"{layer}.lora_{half}" for layer in ("to_q", "to_k", "to_v", "to_out.0") for half in "AB"
+        }
+    with pytest.raises(UsageError, match="a multiple of"):
+        bf.find_architecture(str(pipeline), image_size=100)
+
+
+@pytest.mark.parametrize("pipeline", ["SDXL"], indirect=True)
+def test_adapters_of_diffusers_are_not_quantised_and_have_targets(pipeline: Path) -> None:
+    pytest.importorskip("diffusers")
+    for options, message in (
+        ({"lora": "r=2", "quantize": "nf4"}, "models of transformers with --quantize"),
+        ({"lora": "r=2,targets=q_proj"}, "The linear layers are .*to_q"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            bf.estimate(bf.find_architecture(str(pipeline), **options), "cpu", micro_batch_size=1)
+
+
+@pytest.mark.parametrize("pipeline", ["FLUX"], indirect=True)
+def test_the_loss_of_flux_is_that_of_the_examples_of_diffusers(pipeline: Path) -> None:
+    """Of the pipeline's own packing and places, on latents that are not square patches of noise."""
+    diffusers = pytest.importorskip("diffusers")
+    job = bf.find_architecture(str(pipeline), image_size=64)
+    assert callable(job.model)
+    assert callable(job.batch)
+    model, batch = job.model(), job.batch(2)
+    own = diffusers.FluxPipeline
+    latents = torch.randn(2, 4, 8, 8)  # (B, C, H, W), of images of 64 pixels
+    batch["hidden_states"] = own._pack_latents(latents, 2, 4, 8, 8)
+    target = torch.randn(2, 4, 8, 8)
+    batch["flow"] = own._pack_latents(target, 2, 4, 8, 8)
+    text = batch["encoder_hidden_states"]
+    predicted = model(
+        hidden_states=batch["hidden_states"],
+        timestep=batch["timestep"],
+        guidance=batch["guidance"],
+        pooled_projections=batch["pooled_projections"],
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3),
+        img_ids=own._prepare_latent_image_ids(2, 4, 4, "cpu", torch.float32),
+        return_dict=False,
+    )[0]
+    unpacked = own._unpack_latents(predicted, height=64, width=64, vae_scale_factor=8)
+    torch.testing.assert_close(job.loss(model, batch), ((unpacked - target) ** 2).mean())
+
+
+def test_a_pipeline_of_the_hub_is_read_where_its_network_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no config.json of its own."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def download(_name: str, file: str) -> str:
+        if file != "unet/config.json":
+            raise EntryNotFoundError(file)
+        (tmp_path / "config.json").write_text(json.dumps(UNET))
+        return str(tmp_path / "config.json")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert callable(bf.find_architecture("someone/pipeline").batch)
 
 
 def test_timm_builds_its_own(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     job = bf.find_architecture("timm/resnet18", image_size=64, num_classes=7)
     assert bf.estimate(job, "cpu", micro_batch_size=2).parameter_count > 11_000_000
-    with pytest.raises(UsageError, match="no model"):
-        bf.estimate(bf.find_architecture("timm/resnet18x"), "cpu")
+    for name, options, message in (
+        ("timm/resnet18x", {}, "no model 'resnet18x'. Near: resnet18"),
+        ("timm/resnet18.no_such_weights", {}, r"no model .*Near: resnet18\."),
+        ("timm/resnet18", {"num_classes": 0}, "num_classes"),
+        ("timm/resnet18", {"image_size": 0}, "image_size"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            bf.find_architecture(name, **options)
