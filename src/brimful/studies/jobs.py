@@ -1,7 +1,7 @@
 """Models and data of the studies: those of the articles with random data, and small ones that learn on a CPU.
 
 The small data are scikit-learn's handwritten digits, 1797 images of 8 × 8 pixels, and the help topics of Python
-(`pydoc_data`, 460 KB of English) as windows of bytes.
+(`pydoc_data`, 460 KB of English) as windows of words or bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.nn.functional as F
@@ -311,10 +312,10 @@ def _next_byte_job(build: Callable[[], nn.Module]) -> Job:
     return Job(
         model=build,
         loss=_next_token_loss,
-        batch=lambda samples: {"input_ids": _topics()["input_ids"][:samples]},
+        batch=lambda samples: {"input_ids": _bytes()["input_ids"][:samples]},
         optimizer=named_optimizer("adamw", learning_rate=3 * _LEARNING_RATE),
         metrics=_next_byte_accuracy,
-        data=lambda: _split({"input_ids": _topics()["input_ids"]}),
+        data=lambda: _split(_bytes()),
         name="help-topics",
     )
 
@@ -364,21 +365,35 @@ def gathered_logits_job(gathered: int) -> Job:
 
 _TOPICS = 8
 _WINDOW = 64
+"""Bytes, or half as many words, of a sample."""
+_WORDS = 2048
+
+
+def _longest_topics() -> list[str]:
+    from pydoc_data.topics import topics
+
+    return sorted(topics.values(), key=len, reverse=True)[:_TOPICS]
 
 
 @cache
 def _topics() -> dict[str, Tensor]:
-    """Windows of 64 bytes of the longest help topics, (N, 64), and the number of the topic of each."""
-    from pydoc_data.topics import topics
-
-    longest = sorted(topics.values(), key=len, reverse=True)[:_TOPICS]
-    shortest = min(map(len, longest)) // _WINDOW
-    windows, labels = [], []
-    for label, text in enumerate(longest):
-        encoded = text.encode("ascii", "replace")[: shortest * _WINDOW]
-        windows.append(torch.tensor(list(encoded)).reshape(-1, _WINDOW))
-        labels.append(torch.full((shortest,), label))
+    """Windows of 32 words of the longest help topics, hashed, (N, 32), and the number of the topic of each."""
+    encoded = [[crc32(word.encode()) % _WORDS for word in text.split()] for text in _longest_topics()]
+    windows = [_windows(words, _WINDOW // 2) for words in encoded]
+    labels = [torch.full((len(of_topic),), label) for label, of_topic in enumerate(windows)]
     return {"input_ids": torch.cat(windows), "labels": torch.cat(labels)}
+
+
+@cache
+def _bytes() -> dict[str, Tensor]:
+    """Windows of 64 bytes of the longest help topics, (N, 64)."""
+    encoded = "\n".join(_longest_topics()).encode("ascii", "replace")
+    return {"input_ids": _windows(list(encoded), _WINDOW)}
+
+
+def _windows(numbers: list[int], length: int) -> Tensor:
+    whole = len(numbers) // length * length
+    return torch.tensor(numbers[:whole]).reshape(-1, length)
 
 
 def _text_accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -387,14 +402,18 @@ def _text_accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tens
 
 
 def topics_job(layers: int = 2) -> Job:
-    """A small BERT that says which help topic 64 bytes are from."""
+    """A small BERT that says which help topic 32 words are from."""
 
     def build() -> nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
 
         sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4}
         config = BertConfig(
-            **sizes, intermediate_size=256, vocab_size=128, max_position_embeddings=_WINDOW, num_labels=_TOPICS
+            **sizes,
+            intermediate_size=256,
+            vocab_size=_WORDS,
+            max_position_embeddings=_WINDOW,
+            num_labels=_TOPICS,
         )
         model: nn.Module = BertForSequenceClassification(config)
         return model

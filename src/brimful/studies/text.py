@@ -98,7 +98,7 @@ def bert_large() -> Study:
         device="V100 16GB SXM2",
         find_device_then=_v100_of_2022,
         cases=tuple(cases),
-        epochs=4,
+        epochs=3,
         conclusion=(
             "Take half precision first: published, it alone doubles the speed. Accumulate and checkpoint until "
             "the batch fits, and change the optimizer last."
@@ -151,7 +151,7 @@ def xlm_r() -> Study:
         device="Quadro RTX 6000",
         find_device_then=partial(find_device, torch_version="1.8"),
         cases=tuple(cases),
-        epochs=4,
+        epochs=3,
         conclusion=(
             "Take half precision first: published, it makes the base model 1.4 times faster and leaves room "
             "for twice the batch. Checkpoint only what does not fit then."
@@ -259,7 +259,7 @@ def optimizers() -> Study:
             )
             for label, name, published, learning_rate in rows
         ),
-        epochs=4,
+        epochs=3,
         conclusion=(
             "Keep AdamW where it fits. 8-bit AdamW saves three quarters of its state, Adafactor nearly all; "
             "both change the updates, so compare the loss over some hundred steps."
