@@ -1,10 +1,11 @@
-"""Predicted memory against what three articles published.
+"""Predicted memory against what three articles published, with other readings of what they leave open.
 
     python benchmarks/published.py
 
-The articles tried one technique after another and noted the device's memory. Each row names what of its
-software or setting is not known, or is known to differ. Where an article leaves something open, what is assumed
-is chosen by reason, not by fit, and other readings follow as variants. Weights and data are random.
+The rows are those of the studies `xlm-r`, `vgg16` and `bert-large`, by loops as the articles' software ran them.
+Each row names what of its software or setting is not known, or is known to differ. Where an article leaves something
+open, what is assumed is chosen by reason, not by fit, and other readings follow as variants. Weights and data
+are random.
 """
 
 from __future__ import annotations
@@ -14,22 +15,26 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from brimful.capture import capture_step
-from brimful.devices import CudaContext, Device, find_device, with_context
-from brimful.job import Job
-from brimful.prediction import Estimate, estimate_trace
-from brimful.settings import Settings
-from brimful.studies import published_loops as loops
-from brimful.studies.published_loops import job_as_published, text_recipe, vgg_recipe
+from torch import Tensor, nn
+
+import brimful as bf
+from brimful.devices import Device
+from brimful.prediction import Estimate
+from brimful.studies import STUDIES
+from brimful.studies.published_loops import (
+    OPTIMIZERS,
+    Recipe,
+    in_two,
+    job_as_published,
+    text_recipe,
+    vgg_recipe,
+)
 from brimful.utils.quantities import MIB
 from machine import keep
-
-STEPS = 3
-"""Optimizer steps: in the first, gradients and optimizer state are made; the third is as the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +49,9 @@ class Experiment:
     """Device memory; None: out of memory."""
     published_least_bytes: int | None = None
     """The smaller reading, where the article's unit is open."""
-    job: Job
+    recipe: Recipe
     device: Device
-    micro_batch_size: int
+    batch: int
     differs: tuple[str, ...]
     why: str = ""
     """What explains the error, so far as it is known."""
@@ -67,24 +72,31 @@ def main() -> None:
     print(json.dumps(summary, indent=1))
     if not options.only:
         seconds = round(time.perf_counter() - start, 1)
-        keep(
-            "published.json",
-            "python benchmarks/published.py",
-            {"seconds": seconds, "summary": summary, "rows": rows},
-            "transformers",
+        results = {"seconds": seconds, "summary": summary, "rows": rows}
+        keep("published.json", "python benchmarks/published.py", results, "transformers")
+
+
+def experiments_of(study_name: str, **given: Any) -> Iterator[Experiment]:
+    """The rows of a study, by the loop of the article."""
+    study = STUDIES[study_name]
+    for case in study.cases:
+        assert case.as_published is not None
+        yield Experiment(
+            table=study_name,
+            name=case.label,
+            published_bytes=case.published.peak_device_bytes,
+            recipe=case.as_published,
+            device=study.find_published_device(study.device),
+            batch=case.loop_batch,
+            **given,
         )
 
 
 def compare(experiment: Experiment) -> dict[str, Any]:
     """One published figure: predicted against it."""
     start = time.perf_counter()
-    trace = capture_step(
-        experiment.job,
-        Settings(micro_batch_size=experiment.micro_batch_size),
-        experiment.device,
-        steps=STEPS,
-    )
-    estimate = estimate_trace(trace, experiment.device)
+    job = job_as_published(experiment.recipe)
+    estimate = bf.estimate(job, experiment.device, micro_batch_size=experiment.batch, suggest=False)
     predicted = estimate.predicted_peak_device_bytes
     published, least = experiment.published_bytes, experiment.published_least_bytes
     interval = estimate.predicted_device_interval_bytes
@@ -162,7 +174,7 @@ def line_of(row: dict[str, Any]) -> str:
     )
 
 
-# A: "Training large models with your GPU", HP, spring 2021
+# "Training large models with your GPU", spring 2021
 
 _XLM_R_DIFFERS = (
     "sequence length not published: 512, the model's maximum; 256 is a variant",
@@ -182,40 +194,18 @@ _XLM_R_WHY = (
 
 def xlm_r() -> Iterator[Experiment]:
     """XLM-RoBERTa on one Quadro RTX 6000."""
-    device = find_device("Quadro RTX 6000", torch_version="1.8")
-    base: dict[str, Any] = {"name": "xlm-roberta-base", "tokens": 512, "optimizer": "torch AdamW"}
-    half = base | {"fp16": True}
-    large = base | {"name": "xlm-roberta-large"}
-    cases: tuple[tuple[str, float | None, int, dict[str, Any]], ...] = (
-        ("base, batch 8, fp32", 12.28, 8, base),
-        ("base, batch 8, fp16", 10.95, 8, half),
-        ("base, batch 16, fp16", 16.96, 16, half),
-        ("large, batch 8, fp32", None, 8, large),
-        ("large, batch 8, fp16", 23.5, 8, large | {"fp16": True}),
-        ("large, batch 8, fp16, checkpointing", 11.8, 8, large | {"fp16": True, "checkpoints": True}),
-    )
-    variants: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("", {}),
-        ("transformers' AdamW", {"optimizer": "transformers AdamW"}),
-        ("256 tokens", {"tokens": 256}),
-    )
-    for name, published_g, samples, recipe in cases:
-        for variant, changes in variants:
-            yield Experiment(
-                table="A XLM-R",
-                name=name,
-                variant=variant,
-                published_bytes=None if published_g is None else int(published_g * 2**30),
-                published_least_bytes=None if published_g is None else int(published_g * 1000 * MIB),
-                job=job_as_published(text_recipe(**recipe | changes)),
-                device=device,
-                micro_batch_size=samples,
-                differs=_XLM_R_DIFFERS,
-                why=_XLM_R_WHY,
-            )
+    tokens = text_recipe("xlm-roberta-base", 256).batch
+    for row in experiments_of("xlm-r", differs=_XLM_R_DIFFERS, why=_XLM_R_WHY):
+        published = row.published_bytes
+        least = None if published is None else int(published / 2**30 * 1000 * MIB)
+        experiment = replace(row, published_least_bytes=least)
+        yield experiment
+        adamw = replace(row.recipe, optimizer=OPTIMIZERS["transformers AdamW"])
+        yield replace(experiment, variant="transformers' AdamW", recipe=adamw)
+        yield replace(experiment, variant="256 tokens", recipe=replace(row.recipe, batch=tokens))
 
 
-# B: "Training Larger Models on GPU with Gradient Checkpointing", 2022
+# "Training Larger Models on GPU with Gradient Checkpointing", 2022
 
 _VGG_DIFFERS = (
     "GPU not published: a P100 of 16 GB, as Kaggle lent then; its context is the default of contexts.csv, "
@@ -241,27 +231,25 @@ _VGG_WHY = (
 
 def vgg16() -> Iterator[Experiment]:
     """VGG16 on some card of 16 GB."""
-    cases: tuple[tuple[str, str, int, Any], ...] = (
-        ("batch 64, whole", "", 14222, loops.whole),
-        ("batch 64, checkpoint_sequential, 2 segments", "", 10550, loops.layers_in_two),
-        ("batch 64, checkpoint_sequential, 2 segments", "features alone", 10550, loops.features_in_two),
-        ("batch 64, checkpoint_sequential, 2 segments", "features against head", 10550, loops.parts_in_two),
-    )
-    for name, variant, published_mib, segments in cases:
-        yield Experiment(
-            table="B VGG16",
-            name=name,
-            variant=variant,
-            published_bytes=published_mib * MIB,
-            job=job_as_published(vgg_recipe(segments)),
-            device=find_device("P100 16GB PCIe", torch_version="1.10"),
-            micro_batch_size=64,
-            differs=_VGG_DIFFERS + (() if segments is loops.whole else _VGG_SEGMENTS_DIFFERS),
-            why=_VGG_WHY,
-        )
+    whole, segments = experiments_of("vgg16", differs=_VGG_DIFFERS, why=_VGG_WHY)
+    segments = replace(segments, differs=_VGG_DIFFERS + _VGG_SEGMENTS_DIFFERS)
+    yield whole
+    yield segments
+    yield replace(segments, variant="features alone", recipe=vgg_recipe(features_in_two))
+    yield replace(segments, variant="features against head", recipe=vgg_recipe(parts_in_two))
 
 
-# E: "Efficient Training on a Single GPU", documentation of transformers 4.25; its nvidia-smi is of 2022-01-11
+def features_in_two(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tensor:
+    """The first half of the layers of `features` is recomputed; the second half and the head are kept."""
+    return head(in_two([*features], images))
+
+
+def parts_in_two(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tensor:
+    """Features and head are the two segments: all features are recomputed at once."""
+    return in_two([features, head], images)
+
+
+# "Efficient Training on a Single GPU", documentation of transformers 4.25; its nvidia-smi is of 2022-01-11
 
 _BERT_DIFFERS = (
     "torch 1.10 and transformers 4.15, of the date in the article's nvidia-smi; the loop is written anew",
@@ -289,47 +277,24 @@ _SOFTMAX_WHY = (
 )
 
 
+_WHY = {"batch 4, fp16": _BERT_FP16_WHY}
+
+
 def bert_large() -> Iterator[Experiment]:
     """BERT-large on one V100."""
-    article = '1343 MiB after a tensor of one element in "Efficient Training on a Single GPU", less 2 of torch'
-    context = CudaContext(
-        context_bytes=1341 * MIB, low_bytes=1341 * MIB, high_bytes=1341 * MIB, source=article, is_measured=False
-    )
-    device = with_context(find_device("V100 16GB SXM2"), context)
-    plain: dict[str, Any] = {"name": "bert-large", "tokens": 512, "max_gradient_norm": 1.0}
-    accumulated = plain | {"accumulation": 4}
-    checkpointed = accumulated | {"checkpoints": True}
-    small = checkpointed | {"fp16": True}
-    experiment = partial(Experiment, table="E BERT-large", device=device)
-
-    def row(name: str, mib: int, recipe: dict[str, Any], *, variant: str = "", why: str = "") -> Experiment:
-        return experiment(
-            name=name,
-            variant=variant,
-            published_bytes=mib * MIB,
-            job=job_as_published(text_recipe(**recipe)),
-            micro_batch_size=4 // recipe.get("accumulation", 1),
-            differs=_BERT_DIFFERS
-            + (_FP16_DIFFERS if "fp16" in recipe else ())
-            + (_ADAM8BIT_DIFFERS if "8-bit" in recipe.get("optimizer", "") else ()),
-            why=why,
-        )
-
-    kept = "8-bit Adam, word embeddings in float32"
-    everything = "1 × 4, checkpointing, fp16"
-    yield row("batch 4, fp32", 14949, plain)
-    newer = plain | {"torch_saves_softmax_input": False}
-    yield row("batch 4, fp32", 14949, newer, variant="torch 1.11 or later", why=_SOFTMAX_WHY)
-    yield row("1 × 4", 8681, accumulated)
-    yield row("1 × 4, checkpointing", 6775, checkpointed)
-    yield row("batch 4, fp16", 13939, plain | {"fp16": True}, why=_BERT_FP16_WHY)
-    yield row(everything, 7275, small)
-    yield row("batch 4, Adafactor", 12295, plain | {"optimizer": "Adafactor"})
-    yield row(f"{everything}, Adafactor", 4847, small | {"optimizer": "Adafactor"})
-    yield row("batch 4, 8-bit Adam", 13085, plain | {"optimizer": "8-bit Adam"})
-    yield row("batch 4, 8-bit Adam", 13085, plain | {"optimizer": kept}, variant="embeddings in float32")
-    yield row(f"{everything}, 8-bit Adam", 5363, small | {"optimizer": "8-bit Adam"})
-    yield row(f"{everything}, 8-bit Adam", 5363, small | {"optimizer": kept}, variant="embeddings in float32")
+    newer = text_recipe("bert-large", 512, torch_saves_softmax_input=False).model
+    kept = partial(OPTIMIZERS["8-bit Adam"], least_kept_float32=30000)
+    for row in experiments_of("bert-large", differs=_BERT_DIFFERS):
+        is_8bit = "8-bit" in row.name
+        differs = (_FP16_DIFFERS if row.recipe.fp16 else ()) + (_ADAM8BIT_DIFFERS if is_8bit else ())
+        experiment = replace(row, differs=row.differs + differs, why=_WHY.get(row.name, ""))
+        yield experiment
+        if row.name == "batch 4":
+            recipe = replace(row.recipe, model=newer)
+            yield replace(experiment, variant="torch 1.11 or later", recipe=recipe, why=_SOFTMAX_WHY)
+        if is_8bit:
+            recipe = replace(row.recipe, optimizer=kept)
+            yield replace(experiment, variant="embeddings in float32", recipe=recipe)
 
 
 if __name__ == "__main__":

@@ -381,7 +381,7 @@ def compare(
     study: Annotated[
         str | None,
         typer.Option(
-            help="Predict a comparison that a guide published, beside its figures, instead of a model: "
+            help="Predict the table of a guide, beside its figures where it has some, instead of a model: "
             "bert-large, xlm-r, amp, dtypes, accumulation, batch-norm, bert-checkpointing, vgg16, deep-mlp, "
             "optimizers, anatomy, sizes, memory-format, dataloader, distributed, balanced-loss, zero or moe. "
             "Default device: that of the guide."

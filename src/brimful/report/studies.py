@@ -10,7 +10,7 @@ from brimful.report.layout import Listing, Part, Remark, Report
 from brimful.results import StudyFigure, StudyPrediction, StudyResult, StudyRow
 from brimful.utils.quantities import format_bytes, format_seconds
 
-_HEADING = ("", "today", "then", "published", "error", "samples/s", "published", "error")
+_HEADING = ("", "today", "article's", "published", "error", "samples/s", "published", "error")
 _LINE = "  {:<41}{:>10}{:>10}{:>10}{:>7}{:>10}{:>10}{:>7}"
 _FIGURE_HEADING = ("", "", "predicted", "published", "")
 _FIGURE_LINE = "  {:<41}{:<22}{:>10}{:>10}  {}"
@@ -65,9 +65,11 @@ def _parts(study: StudyResult) -> Iterator[Part]:
         yield Remark("", "--measure trains the small scale of each row on the CPU.")
     yield from (Remark(row.label, row.why_not) for row in study.rows if row.why_not)
     if any(row.as_published for row in study.rows):
-        yield Remark("then", "by loops as the article's software ran them; speeds and errors are of these")
+        yield Remark(
+            "article's", "a loop as its software ran it; speed and errors are of that where it is given"
+        )
     yield Remark("", study.conclusion)
-    yield Remark("published by", study.source)
+    yield Remark("guide", study.source)
     yield from (Remark("note", note) for note in study.notes)
 
 

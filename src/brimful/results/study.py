@@ -67,8 +67,10 @@ class StudyRow:
     """By brimful's own loop and the software of today. None where the row has no full scale, or cannot be
     predicted."""
     as_published: StudyPrediction | None = None
-    """By a loop as the article's software ran it, on the article's device. None where that is not known, or not
-    needed: errors are then of `today`."""
+    """By a loop as the article's software ran it, on the article's device."""
+    is_compared_as_published: bool = False
+    """Whether errors and figures are of `as_published`. They are of `today` where the article's software is not
+    known or not needed."""
     figures: tuple[StudyFigure, ...] = ()
     small: SmallRun | None = None
     """None unless it was asked for."""
@@ -78,7 +80,7 @@ class StudyRow:
     @property
     def compared(self) -> StudyPrediction | None:
         """The prediction that is compared with what was published."""
-        return self.as_published or self.today
+        return self.as_published if self.is_compared_as_published else self.today
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +91,10 @@ class StudyResult(PrintedResult):
     title: str
     source: str
     device: str
-    """What is predicted is for this device, unless a row's group names another."""
+    """What is predicted is for this device, unless the label of a row names another."""
     is_published_device: bool
-    """Whether it is the article's; predictions of another are not compared with what was published."""
+    """Whether it is the article's, as by default; predictions for a device that the user gives are not compared
+    with what was published."""
     rows: tuple[StudyRow, ...]
     conclusion: str
     """What to choose, and when."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from brimful.errors import UnknownNameError
-from brimful.studies.several import SEVERAL
+from brimful.studies.multi_gpu import MULTI_GPU
 from brimful.studies.study import Study
 from brimful.studies.text import TEXT
 from brimful.studies.vision import VISION
@@ -18,5 +18,7 @@ def find_study(name: str) -> Study:
     return STUDIES[name]
 
 
-STUDIES: Mapping[str, Study] = {study.name: study for study in (make() for make in (*TEXT, *VISION, *SEVERAL))}
+STUDIES: Mapping[str, Study] = {
+    study.name: study for study in (make() for make in (*TEXT, *VISION, *MULTI_GPU))
+}
 """The studies by name."""

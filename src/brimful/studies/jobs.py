@@ -84,7 +84,7 @@ def digits_job(
 
 def loaded_digits_job(workers: int, batch: int) -> Job:
     """The same digits, each enlarged, rotated and reduced again by a DataLoader's workers."""
-    job = digits_job(partial(normed_mlp, group_norm))
+    job = NORMED()
 
     def data() -> Data:
         split = _split(_digits())
@@ -155,6 +155,10 @@ def normed_mlp(norm: Callable[[int], nn.Module], width: int = 128) -> nn.Module:
 def group_norm(channels: int) -> nn.Module:
     """GroupNorm in eight groups."""
     return nn.GroupNorm(8, channels)
+
+
+NORMED = partial(digits_job, partial(normed_mlp, group_norm))
+"""Makes the job of three linear layers with GroupNorm."""
 
 
 class Segmented(nn.Module):
@@ -235,13 +239,13 @@ def text_job(name: str, **options: Any) -> Job:
 
 
 def gpt2_job(vocabulary: int, width: int = 768) -> Job:
-    """GPT-2 of 12 layers, 1024 tokens, with a vocabulary and a width of its own."""
+    """GPT-2 of 12 layers, 1024 tokens, with a vocabulary and a width of its own; 12 heads at 768, else 8."""
 
     def build() -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         model: nn.Module = GPT2LMHeadModel(
-            GPT2Config(vocab_size=vocabulary, n_embd=width, n_head=width // 64 if width % 64 == 0 else 10)
+            GPT2Config(vocab_size=vocabulary, n_embd=width, n_head=12 if width == 768 else 8)
         )
         return model
 

@@ -159,23 +159,13 @@ def whole(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tenso
     return found
 
 
-def features_in_two(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tensor:
-    """The first half of the layers of `features` is recomputed; the second half and the head are kept."""
-    found: Tensor = head(_in_two([*features], images))
-    return found
-
-
 def layers_in_two(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tensor:
     """The first half of all layers, the head's among them, is recomputed."""
-    return _in_two([*features, *head], images)
+    return in_two([*features, *head], images)
 
 
-def parts_in_two(features: nn.Sequential, head: nn.Sequential, images: Tensor) -> Tensor:
-    """Features and head are the two segments: all features are recomputed at once."""
-    return _in_two([features, head], images)
-
-
-def _in_two(layers: list[nn.Module], images: Tensor) -> Tensor:
+def in_two(layers: list[nn.Module], images: Tensor) -> Tensor:
+    """The layers, of which the first half is recomputed."""
     found: Tensor = checkpoint_sequential(layers, 2, images.requires_grad_(), use_reentrant=True)  # type: ignore
     return found
 
@@ -195,7 +185,10 @@ def composite_gelu(model: Any) -> None:
 
 
 def checkpoint_attention_and_gelu(model: Any) -> None:
-    """Checkpoint attention, its output layer included, and the activation of each layer of a BERT of 2019."""
+    """Checkpoint attention, its output layer included, and the activation of each layer of a BERT of 2019.
+
+    Not reentrant: layers pass keyword arguments today.
+    """
     composite_gelu(model)
     for layer in model.bert.encoder.layer:
         layer.attention.forward = partial(checkpoint, layer.attention.forward, use_reentrant=False)
@@ -334,7 +327,7 @@ class TweetModel(nn.Module):
 
         super().__init__()
         config = transformers.BertConfig(
-            **_BERT, output_hidden_states=True, attn_implementation=_attention_of_then()
+            **_BERT, output_hidden_states=True, attn_implementation=_article_attention()
         )
         self.bert = transformers.BertModel(config)
         self.dropout, self.head = nn.Dropout(0.1), nn.Linear(2 * config.hidden_size, 2)
@@ -511,7 +504,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "torch AdamW": partial(torch.optim.AdamW, foreach=False),
     "Adafactor": _adafactor,
     "8-bit Adam": Adam8bit,
-    "8-bit Adam, word embeddings in float32": partial(Adam8bit, least_kept_float32=30000),
 }
 
 
@@ -551,7 +543,7 @@ def _attention(
     return context.permute(0, 2, 1, 3).contiguous(), None
 
 
-def _attention_of_then() -> str:
+def _article_attention() -> str:
     """The name of `_attention` for transformers' configurations."""
     import transformers
 
@@ -577,7 +569,7 @@ def _text_model(name: str, torch_saves_softmax_input: bool) -> nn.Module:
         num_labels=2,
         use_cache=False,
         problem_type="single_label_classification",
-        attn_implementation=_attention_of_then(),
+        attn_implementation=_article_attention(),
     )
     model: nn.Module = getattr(transformers, model_class)(config)
     _save_softmax_inputs(model, saves=torch_saves_softmax_input)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from brimful.results import (
     StudyRow,
 )
 from brimful.settings import Parallelism
+from brimful.studies.published_loops import Recipe, job_as_published
 from brimful.utils.status import busy, report
 
 SMALL_DEVICE = "cpu"
@@ -65,10 +67,10 @@ class Case:
     """None for a row that only has a small scale."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """As for `brimful.estimate`."""
-    as_published: Callable[[], Job] | None = None
-    """A job whose own loop is that of the article's software."""
+    as_published: Recipe | None = None
+    """How the article's software trained."""
     loop_batch: int = 1
-    """Samples of each batch of that loop."""
+    """Samples of each batch there."""
     published: Published = field(default_factory=Published)
     figures: tuple[Figure, ...] = ()
     small_job: Callable[[], Job] | None = None
@@ -83,10 +85,10 @@ class Study:
     name: str
     title: str
     source: str
-    """The article and its address."""
+    """The article, and its address where that is known."""
     device: str
     """A name from the hardware table."""
-    find_device_then: Callable[[str], Device] = find_device
+    find_published_device: Callable[[str], Device] = find_device
     """The device of a name with the CUDA context of the article's software."""
     cases: tuple[Case, ...]
     conclusion: str
@@ -99,47 +101,49 @@ class Study:
 def run_study(study: Study, device: DeviceLike | None = None, *, runs_small: bool = False) -> StudyResult:
     """Predict the rows of a study at full scale, and with `runs_small` train each at a small scale on the CPU.
 
-    Default of `device`: that of the article.
+    Default of `device`: those of the article, for which predictions are compared with what was published.
     """
-    target = resolve_device(study.device if device is None else device)
-    is_published_device = target.name == find_device(study.device).name
-    rows = tuple(
-        _row(case, study, None if is_published_device else target, runs_small=runs_small)
-        for case in study.cases
-    )
+    given = None if device is None else resolve_device(device)
+    rows = tuple(_row(case, study, given, runs_small=runs_small) for case in study.cases)
     return StudyResult(
         name=study.name,
         title=study.title,
         source=study.source,
-        device=target.name,
-        is_published_device=is_published_device,
+        device=(given or find_device(study.device)).name,
+        is_published_device=given is None,
         rows=rows,
         conclusion=study.conclusion,
         notes=study.notes,
     )
 
 
-def _row(case: Case, study: Study, other_device: Device | None, *, runs_small: bool) -> StudyRow:
-    """One row; `other_device` replaces the article's."""
-    found: dict[str, Any] = {}
+def _row(case: Case, study: Study, given: Device | None, *, runs_small: bool) -> StudyRow:
+    """One row; `given` replaces the article's device."""
+    is_as_published = case.as_published is not None and given is None
+    found: dict[str, Any] = {"is_compared_as_published": is_as_published}
     name = case.device or study.device
     try:
+        predicted = None
         if case.job is not None:
             report(f"predicting {case.label}")
-            predicted = estimate(case.job(), other_device or find_device(name), suggest=False, **case.options)
+            predicted = estimate(case.job(), given or find_device(name), suggest=False, **case.options)
             found["today"] = _prediction(predicted)
-            found["figures"] = tuple(_figure(figure, predicted) for figure in case.figures)
-        if case.as_published is not None and other_device is None:
+        if case.as_published is not None and is_as_published:
             report(f"predicting {case.label} as published")
-            then = study.find_device_then(name)
-            predicted = estimate(case.as_published(), then, micro_batch_size=case.loop_batch, suggest=False)
+            device = study.find_published_device(name)
+            predicted = estimate(
+                job_as_published(case.as_published), device, micro_batch_size=case.loop_batch, suggest=False
+            )
             found["as_published"] = _prediction(predicted)
+        if predicted is not None:
             found["figures"] = tuple(_figure(figure, predicted) for figure in case.figures)
         if runs_small and case.small_job is not None:
             report(f"training {case.label}")
             found["small"] = _small_run(case, study.epochs)
     except InterruptedRunError:
         raise
+    except BrokenProcessPool:
+        found["why_not"] = "a process that trained it ended, as one that runs out of memory does"
     except BrimfulError as error:
         found["why_not"] = str(error)
     return StudyRow(label=case.label, group=case.group, published=case.published, **found)
@@ -172,7 +176,8 @@ def _small_run(case: Case, epochs: int) -> SmallRun:
             )
             for rank in range(count)
         ]
-        return next(iter([each.result() for each in training]))
+        first, *_others = [each.result() for each in training]
+        return first
 
 
 def _on_rank(

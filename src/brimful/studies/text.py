@@ -9,13 +9,11 @@ from typing import Any
 from brimful.devices import CudaContext, Device, find_device, with_context
 from brimful.prediction import Estimate
 from brimful.results import Published
-from brimful.settings import Precision
-from brimful.studies.jobs import digits_job, gpt2_job, group_norm, normed_mlp, text_job, topics_job, wide_mlp
+from brimful.studies.jobs import NORMED, digits_job, gpt2_job, text_job, topics_job, wide_mlp
 from brimful.studies.published_loops import (
     checkpoint_attention_and_gelu,
     checkpoint_layers,
     composite_gelu,
-    job_as_published,
     text_recipe,
     tweets_recipe,
 )
@@ -27,24 +25,29 @@ SMALL_BATCH = 32
 """Samples per optimizer step at the small scale."""
 FP16_NOTE = "Rows in fp16 run in bf16 at the small scale, on the CPU."
 
-_SINGLE_GPU = (
+SINGLE_GPU = (
     '"Efficient Training on a Single GPU", Transformers 4.25: '
     "https://huggingface.co/docs/transformers/v4.25.1/en/perf_train_gpu_one"
 )
 
 
+def on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with bf16 for fp16, and fp32 for tf32, which are for GPUs."""
+    precision = options.get("precision", "fp32")
+    return {**options, "precision": {"fp16": "bf16", "tf32": "fp32"}.get(precision, precision)}
+
+
 def _small(options: Mapping[str, Any], batch: int = 4) -> dict[str, Any]:
-    """The options at the small scale: micro-batches enlarged in proportion, bf16 where a GPU has fp16."""
-    small = {**options, "micro_batch_size": options["micro_batch_size"] * SMALL_BATCH // batch}
-    return small | ({"precision": "bf16"} if options.get("precision") == "fp16" else {})
+    """The options at the small scale: micro-batches enlarged in proportion."""
+    return on_cpu({**options, "micro_batch_size": options["micro_batch_size"] * SMALL_BATCH // batch})
 
 
-def _v100_of_2022(name: str) -> Device:
+def _v100_of_article(name: str) -> Device:
     context = CudaContext(
         context_bytes=1341 * MIB,
         low_bytes=1341 * MIB,
         high_bytes=1341 * MIB,
-        source=f"1343 MiB after a tensor of one element in {_SINGLE_GPU}, less 2 of torch",
+        source=f"1343 MiB after a tensor of one element in {SINGLE_GPU}, less 2 of torch",
         is_measured=False,
     )
     return with_context(find_device(name), context)
@@ -84,7 +87,7 @@ def bert_large() -> Study:
                 label=label,
                 job=partial(text_job, "bert-large"),
                 options=options,
-                as_published=partial(job_as_published, recipe),
+                as_published=recipe,
                 loop_batch=given["micro_batch_size"],
                 published=Published(peak_device_bytes=mib * MIB, samples_per_second=speed),
                 small_job=topics_job if is_small else None,
@@ -94,9 +97,9 @@ def bert_large() -> Study:
     return Study(
         name="bert-large",
         title="BERT-large, 512 tokens, 4 samples a step, one technique after another",
-        source=_SINGLE_GPU,
+        source=SINGLE_GPU,
         device="V100 16GB SXM2",
-        find_device_then=_v100_of_2022,
+        find_published_device=_v100_of_article,
         cases=tuple(cases),
         epochs=3,
         conclusion=(
@@ -133,7 +136,7 @@ def xlm_r() -> Study:
                 label=label,
                 job=partial(text_job, f"xlm-roberta-{size}"),
                 options=options,
-                as_published=partial(job_as_published, recipe),
+                as_published=recipe,
                 loop_batch=options["micro_batch_size"],
                 published=Published(
                     peak_device_bytes=None if gib is None else int(gib * GIB),
@@ -149,7 +152,7 @@ def xlm_r() -> Study:
         title="XLM-RoBERTa base and large, text classification",
         source='"Training large models with your GPU", 2021',
         device="Quadro RTX 6000",
-        find_device_then=partial(find_device, torch_version="1.8"),
+        find_published_device=partial(find_device, torch_version="1.8"),
         cases=tuple(cases),
         epochs=3,
         conclusion=(
@@ -178,7 +181,7 @@ def bert_checkpointing() -> Study:
             group="within layers",
             job=partial(text_job, "bert-base", sequence_length=256),
             options={"micro_batch_size": batch} | options[prepare],
-            as_published=partial(job_as_published, text_recipe("bert-base", 256, prepare=prepare)),
+            as_published=text_recipe("bert-base", 256, prepare=prepare),
             loop_batch=batch,
             published=Published(peak_device_bytes=mib * MIB, relative_speed=speed, accuracy=accuracy),
             small_job=topics_job,
@@ -198,7 +201,7 @@ def bert_checkpointing() -> Study:
                     device=name,
                     job=partial(text_job, "bert-base", sequence_length=128),
                     options={"micro_batch_size": 64} | ({"recompute": "all"} if checkpointing else {}),
-                    as_published=partial(job_as_published, tweets_recipe(prepare=checkpointing)),
+                    as_published=tweets_recipe(prepare=checkpointing),
                     loop_batch=64,
                     published=Published(relative_speed=speed),
                 )
@@ -212,7 +215,7 @@ def bert_checkpointing() -> Study:
             "https://github.com/ResidentMario/pytorch-training-performance-guide"
         ),
         device="RTX 2080 Ti",
-        find_device_then=partial(find_device, torch_version="1.6"),
+        find_published_device=partial(find_device, torch_version="1.6"),
         cases=tuple(cases),
         epochs=3,
         conclusion=(
@@ -220,8 +223,9 @@ def bert_checkpointing() -> Study:
             "the same accuracy. Larger batches win part of the time back."
         ),
         notes=(
-            "The GPU and the sequence length of the first three rows are not published: a card of 11 GB and "
-            "256 tokens, the longest of 128, 256 and 512 that could fit there.",
+            "The GPU, the sequence length and what of each layer is checkpointed are not published for the "
+            "first three rows: a card of 11 GB; 256 tokens, the longest of 128, 256 and 512 that could fit "
+            "there; attention with its output layer, and GELU by separate ops as in pytorch-pretrained-bert.",
             "The rows of tweets are published as about 60 % less memory and 25 % more time. Today's rows "
             "checkpoint whole layers.",
         ),
@@ -242,7 +246,7 @@ def optimizers() -> Study:
     return Study(
         name="optimizers",
         title="BERT-large, 512 tokens, 4 samples a step, one optimizer after another",
-        source=_SINGLE_GPU,
+        source=SINGLE_GPU,
         device="V100 16GB SXM2",
         cases=tuple(
             Case(
@@ -252,9 +256,7 @@ def optimizers() -> Study:
                 figures=(_bytes_per_parameter("optimizer state", Category.OPTIMIZER_STATE, published),),
                 small_job=None
                 if name == "adamw8bit"
-                else partial(
-                    digits_job, partial(normed_mlp, group_norm), optimizer=name, learning_rate=learning_rate
-                ),
+                else partial(NORMED, optimizer=name, learning_rate=learning_rate),
                 small_options={"micro_batch_size": SMALL_BATCH},
             )
             for label, name, published, learning_rate in rows
@@ -294,17 +296,15 @@ def anatomy() -> Study:
     return Study(
         name="anatomy",
         title="BERT-large, 512 tokens, 1 sample, AdamW: what a step holds at its peak",
-        source=_SINGLE_GPU,
+        source=SINGLE_GPU,
         device="V100 16GB SXM2",
-        find_device_then=_v100_of_2022,
+        find_published_device=_v100_of_article,
         cases=tuple(
             Case(
                 label=label,
                 job=partial(text_job, "bert-large"),
                 options={"micro_batch_size": 1, "precision": precision},
-                as_published=partial(
-                    job_as_published, text_recipe("bert-large", 512, fp16=precision == "fp16")
-                ),
+                as_published=text_recipe("bert-large", 512, fp16=precision == "fp16"),
                 figures=(
                     *(
                         _bytes_per_parameter(str(category).replace("_", " "), category, published)
@@ -315,12 +315,6 @@ def anatomy() -> Study:
                         )
                     ),
                     Figure(
-                        name="CUDA context",
-                        unit="bytes",
-                        of=_context_bytes,
-                        published=1343 * MIB,
-                    ),
-                    Figure(
                         name="context and weights",
                         unit="bytes",
                         of=_context_and_weights,
@@ -328,7 +322,7 @@ def anatomy() -> Study:
                     ),
                 ),
                 small_job=topics_job,
-                small_options={"micro_batch_size": SMALL_BATCH, "precision": _on_cpu(precision)},
+                small_options=on_cpu({"micro_batch_size": SMALL_BATCH, "precision": precision}),
             )
             for label, precision, bytes_each in rows
         ),
@@ -358,7 +352,7 @@ def dtypes() -> Study:
     return Study(
         name="dtypes",
         title="BERT-large, 512 tokens, 16 samples a step, one precision after another",
-        source=_SINGLE_GPU,
+        source=SINGLE_GPU,
         device="A100 40GB SXM",
         cases=tuple(
             Case(
@@ -366,7 +360,7 @@ def dtypes() -> Study:
                 job=partial(text_job, "bert-large", **of_model),
                 options={"micro_batch_size": 16} | options,
                 small_job=None if of_model else topics_job,
-                small_options={"micro_batch_size": SMALL_BATCH, "precision": _on_cpu(options.get("precision"))},
+                small_options=on_cpu(options | {"micro_batch_size": SMALL_BATCH}),
             )
             for label, options, of_model in rows
         ),
@@ -382,16 +376,12 @@ def dtypes() -> Study:
     )
 
 
-def _on_cpu(precision: str | None) -> Precision:
-    return Precision.BF16 if precision in ("fp16", "bf16") else Precision.FP32
-
-
 def sizes() -> Study:
     """Sizes in multiples of 8 and 64."""
     return Study(
         name="sizes",
         title="GPT-2, 1024 tokens, bf16: sizes that are multiples of 8 and 64, and others",
-        source=_SINGLE_GPU,
+        source=SINGLE_GPU,
         device="A100 40GB SXM",
         cases=tuple(_sized_cases()),
         epochs=3,
@@ -422,7 +412,7 @@ def _sized_cases() -> Iterator[Case]:
         )
     for width in (1000, 1024):
         yield Case(
-            label=f"width {width}, vocabulary 50304",
+            label=f"width {width}, 8 heads",
             group="width",
             job=partial(gpt2_job, 50304, width),
             options={"micro_batch_size": 8, "precision": "bf16"},

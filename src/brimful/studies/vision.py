@@ -12,6 +12,7 @@ from brimful.devices import find_device
 from brimful.models import find_architecture
 from brimful.results import Published
 from brimful.studies.jobs import (
+    NORMED,
     convolutions,
     deep_mlp,
     deep_mlp_job,
@@ -26,7 +27,6 @@ from brimful.studies.jobs import (
     vgg16_job,
 )
 from brimful.studies.published_loops import (
-    job_as_published,
     layers_in_two,
     sales_recipe,
     tweets_recipe,
@@ -35,7 +35,7 @@ from brimful.studies.published_loops import (
     whole,
 )
 from brimful.studies.study import Case, Study
-from brimful.studies.text import FP16_NOTE, SMALL_BATCH
+from brimful.studies.text import FP16_NOTE, SINGLE_GPU, SMALL_BATCH, on_cpu
 from brimful.utils.quantities import MIB
 
 CONVOLUTIONS = partial(digits_job, convolutions, learning_rate=3e-3)
@@ -54,13 +54,13 @@ def vgg16() -> Study:
         title="VGG16, two classes, 64 images of 224 × 224 pixels",
         source='"Training Larger Models on GPU with Gradient Checkpointing", 2022',
         device="P100 16GB PCIe",
-        find_device_then=partial(find_device, torch_version="1.10"),
+        find_published_device=partial(find_device, torch_version="1.10"),
         cases=tuple(
             Case(
                 label=label,
                 job=partial(vgg16_job, segments),
                 options=options,
-                as_published=partial(job_as_published, vgg_recipe(run)),
+                as_published=vgg_recipe(run),
                 loop_batch=64,
                 published=Published(peak_device_bytes=mib * MIB, relative_speed=speed, accuracy=0.79),
                 small_job=partial(digits_job, partial(small_vgg, segments)),
@@ -91,7 +91,7 @@ def amp() -> Study:
             "https://github.com/ResidentMario/pytorch-training-performance-guide/blob/main/book/mixed-precision.md"
         ),
         device="V100 16GB SXM2",
-        find_device_then=partial(find_device, torch_version="1.6"),
+        find_published_device=partial(find_device, torch_version="1.6"),
         cases=tuple(_amp_cases()),
         epochs=3,
         conclusion=(
@@ -118,7 +118,7 @@ def _amp_cases() -> Iterator[Case]:
         ("BERT", "T4"): (3317, 1227, 9.35, 8.49),
     }
     small: dict[str, Any] = {
-        "feed-forward": partial(digits_job, partial(normed_mlp, group_norm)),
+        "feed-forward": NORMED,
         "U-Net": CONVOLUTIONS,
         "BERT": topics_job,
     }
@@ -138,14 +138,11 @@ def _amp_cases() -> Iterator[Case]:
                 if model == "BERT"
                 else partial(from_recipe, make_recipe(), "adam"),
                 options={"micro_batch_size": batch, "precision": precision},
-                as_published=partial(job_as_published, make_recipe(fp16=precision == "fp16")),
+                as_published=make_recipe(fp16=precision == "fp16"),
                 loop_batch=batch,
                 published=Published(peak_device_bytes=int(gb * 1e9), relative_speed=off / time),
                 small_job=small[model] if gpu == "V100" else None,
-                small_options={
-                    "micro_batch_size": SMALL_BATCH,
-                    "precision": "bf16" if precision == "fp16" else "fp32",
-                },
+                small_options=on_cpu({"micro_batch_size": SMALL_BATCH, "precision": precision}),
             )
 
 
@@ -163,7 +160,7 @@ def accumulation() -> Study:
                 job=partial(text_job, "bert-base", sequence_length=128),
                 options={"micro_batch_size": size, "gradient_accumulation_steps": steps},
                 published=Published(accuracy=accuracy),
-                small_job=partial(digits_job, partial(normed_mlp, group_norm)),
+                small_job=NORMED,
                 small_options={"micro_batch_size": size, "gradient_accumulation_steps": steps},
             )
             for label, size, steps, accuracy in rows
@@ -279,14 +276,11 @@ def dataloader() -> Study:
     return Study(
         name="dataloader",
         title="Workers of a DataLoader, beside what the GPU consumes",
-        source=(
-            '"Efficient Training on a Single GPU", Transformers 4.25: '
-            "https://huggingface.co/docs/transformers/v4.25.1/en/perf_train_gpu_one"
-        ),
+        source=SINGLE_GPU,
         device="V100 16GB SXM2",
         cases=(
             Case(
-                label="ResNet-50, bf16 or fp16, batch 64",
+                label="ResNet-50, fp16, batch 64",
                 job=partial(find_architecture, "resnet50"),
                 options={"micro_batch_size": 64, "precision": "fp16"},
             ),

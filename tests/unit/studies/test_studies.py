@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from brimful.api import estimate, fit
-from brimful.errors import InterruptedRunError, UnknownNameError
+from brimful.devices import find_device
+from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
 from brimful.report import study_document
 from brimful.results import (
     Published,
@@ -19,6 +22,16 @@ from brimful.results import (
 )
 from brimful.studies import STUDIES, Study, find_study, run_study
 from brimful.studies.jobs import deep_mlp_job
+from brimful.studies.published_loops import (
+    Recipe,
+    checkpoint_attention_and_gelu,
+    checkpoint_layers,
+    job_as_published,
+    sales_recipe,
+    text_recipe,
+    tweets_recipe,
+    unet_recipe,
+)
 
 pytest.importorskip("sklearn")
 
@@ -123,6 +136,57 @@ def test_bert_large_takes_the_memory_that_was_published() -> None:
     assert error == pytest.approx(0, abs=0.01)
 
 
+def test_a_loop_that_cannot_be_predicted_is_not_replaced_by_another_prediction() -> None:
+    study = STUDIES["vgg16"]
+
+    def fails() -> nn.Module:
+        raise UsageError("cannot be made")
+
+    (case, *_others) = study.cases
+    assert case.as_published is not None
+    recipe = replace(case.as_published, model=fails)
+    result = run_study(replace(study, cases=(replace(case, as_published=recipe),)))
+    assert result.rows[0].today is not None
+    assert "cannot be made" in result.rows[0].why_not
+    assert result.peak_errors() == (None,)
+
+
+def test_a_device_that_is_given_is_used_as_it_is() -> None:
+    study = STUDIES["vgg16"]
+    own = replace(find_device(study.device), context_bytes=10 * 2**20)
+    result = run_study(replace(study, cases=study.cases[:1]), own)
+    usual = run_study(replace(study, cases=study.cases[:1]))
+    assert result.rows[0].today is not None
+    assert usual.rows[0].today is not None
+    difference = (
+        usual.rows[0].today.predicted_peak_device_bytes - result.rows[0].today.predicted_peak_device_bytes
+    )
+    assert difference == find_device(study.device).context_bytes - own.context_bytes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [
+        (unet_recipe(fp16=True), 7_703_497),  # as the article has it
+        (sales_recipe(), None),
+        (tweets_recipe(prepare=checkpoint_layers), None),
+        (text_recipe("bert-base", 32, prepare=checkpoint_attention_and_gelu), None),
+        (text_recipe("xlm-roberta-base", 32, fp16=True, accumulation=2), None),
+    ],
+    ids=["unet", "sales", "tweets", "bert", "xlm-r"],
+)
+def test_the_loops_of_articles_are_captured(recipe: Recipe, parameters: int | None) -> None:
+    found = estimate(job_as_published(recipe), "T4", micro_batch_size=2)
+    assert found.breakdown
+    assert parameters in (None, found.parameter_count)
+
+
+def test_the_command_names_every_study() -> None:
+    reference = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    (line,) = (line for line in reference.splitlines() if line.startswith("| `--study`"))
+    assert [name for name in STUDIES if f" {name}" not in line] == []
+
+
 def predicted(peak_bytes: int, speed: float, *, fits: bool = True) -> StudyPrediction:
     return StudyPrediction(
         predicted_peak_device_bytes=peak_bytes, predicted_fits=fits, predicted_samples_per_second=speed
@@ -143,6 +207,7 @@ def test_errors_are_relative_to_what_is_published() -> None:
                 published=Published(relative_speed=1.0, peak_device_bytes=100),
                 today=predicted(50, 20.0),
                 as_published=predicted(90, 10.0),
+                is_compared_as_published=True,
             ),
             StudyRow(label="b", published=Published(relative_speed=2.0), today=predicted(90, 15.0)),
             StudyRow(

@@ -8,16 +8,14 @@ from typing import Any
 from brimful.prediction import Estimate
 from brimful.settings import ChunkedLoss, Parallelism, Settings
 from brimful.studies.jobs import (
-    digits_job,
+    NORMED,
     experts_job,
     gathered_logits_job,
-    group_norm,
-    normed_mlp,
     small_gpt_job,
     text_job,
 )
 from brimful.studies.study import Case, Figure, Ranks, Study
-from brimful.studies.text import SMALL_BATCH
+from brimful.studies.text import SINGLE_GPU, SMALL_BATCH
 from brimful.trace import Category
 
 _LARGE_BATCHES = '"Training on large batches", 2019'
@@ -25,7 +23,7 @@ _LARGE_BATCHES = '"Training on large batches", 2019'
 
 def distributed() -> Study:
     """One process per GPU."""
-    small = partial(digits_job, partial(normed_mlp, group_norm))
+    small = NORMED
     return Study(
         name="distributed",
         title="BERT-base, 128 tokens, 32 samples on each GPU: one process per GPU",
@@ -107,12 +105,12 @@ def _gathered_logits_bytes(predicted: Estimate) -> float:
 
 def zero() -> Study:
     """Sharding of model state."""
-    rows = (
+    rows: tuple[tuple[str, Parallelism, float | None], ...] = (
         ("DDP", Parallelism.DDP, 16.0),
         ("ZeRO-1", Parallelism.ZERO1, 8 + 8 / 8),
         ("ZeRO-2", Parallelism.ZERO2, 4 + 12 / 8),
         ("ZeRO-3", Parallelism.ZERO3, 16 / 8),
-        ("FSDP2", Parallelism.FSDP2, 16 / 8),
+        ("FSDP2", Parallelism.FSDP2, None),
     )
     return Study(
         name="zero",
@@ -134,9 +132,7 @@ def zero() -> Study:
                         published=published,
                     ),
                 ),
-                small_job=partial(digits_job, partial(normed_mlp, group_norm))
-                if parallelism in (Parallelism.DDP, Parallelism.FSDP2)
-                else None,
+                small_job=NORMED if parallelism in (Parallelism.DDP, Parallelism.FSDP2) else None,
                 small_options={"micro_batch_size": SMALL_BATCH // 2},
                 small_ranks=Ranks(count=2, parallelism=parallelism),
             )
@@ -172,10 +168,7 @@ def moe() -> Study:
     return Study(
         name="moe",
         title="A decoder of 12 layers of width 1024, 1024 tokens: dense and with experts",
-        source=(
-            '"Efficient Training on a Single GPU", Transformers 4.25: '
-            "https://huggingface.co/docs/transformers/v4.25.1/en/perf_train_gpu_one"
-        ),
+        source=SINGLE_GPU,
         device="A100 80GB SXM",
         cases=tuple(
             Case(
@@ -201,4 +194,4 @@ def moe() -> Study:
     )
 
 
-SEVERAL = (distributed, balanced_loss, zero, moe)
+MULTI_GPU = (distributed, balanced_loss, zero, moe)
