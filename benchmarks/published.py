@@ -3,7 +3,7 @@
     python benchmarks/published.py
 
 The rows are those of the studies `xlm-r`, `vgg16` and `bert-large`, by loops as the articles' software ran
-them. Each row names what of its software or setting is not known, or is known to differ. Where an article leaves
+them. Each row names what of its software or setting is not known, or differs. Where an article leaves
 something open, what is assumed is chosen by reason, not by fit, and other readings follow as variants. Weights
 and data are random.
 """
