@@ -36,7 +36,7 @@ JOBS: dict[str, tuple[dict[str, Any], int]] = {
     "bert-large": ({"sequence_length": 512}, 32),
     "xlm-roberta-base": ({"sequence_length": 256}, 32),
     "gpt2": ({"sequence_length": 1024}, 16),
-    "llama-3.2-1b": ({"sequence_length": 512}, 16),
+    "llama-3.2-1b": ({"sequence_length": 512}, 4),
     "qwen2.5-0.5b": ({"sequence_length": 1024}, 16),
     "t5-small": ({"sequence_length": 512}, 32),
     "vit-base": ({}, 64),

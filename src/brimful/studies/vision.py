@@ -222,7 +222,7 @@ def deep_mlp_study() -> Study:
                 label=f"{count} segments" if count else "whole",
                 job=partial(deep_mlp_job, 1000, 256, count),
                 options={"micro_batch_size": 4096},
-                small_job=partial(digits_job, partial(deep_mlp, 300, 32, count)),
+                small_job=partial(digits_job, partial(deep_mlp, 300, 32, min(count, 300))),
                 small_options={"micro_batch_size": 128},
             )
             for count in (0, 2, 8, 32, 1000)
