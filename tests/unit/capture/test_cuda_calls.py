@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.cuda.amp.common import amp_definitely_not_available
 from torch.nn.attention.flex_attention import flex_attention
 
+import brimful as bf
 from brimful.capture import capture_step
 from brimful.errors import CaptureError, UsageError
 from brimful.memory import predict_memory
@@ -199,3 +200,32 @@ def test_a_generator_of_the_gpu_is_one_of_torchs() -> None:
     captured(draw)
     assert found
     assert all(found)
+
+
+def test_a_tensor_goes_where_another_one_is() -> None:
+    """As Adafactor of transformers does: `torch.zeros(…).to(gradient)`."""
+
+    def loop(model: nn.Module, batches: Iterable[Tensor]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            batch = batch.to("cuda")
+            model(batch).square().mean().backward()
+            for parameter in model.parameters():
+                state = torch.zeros(parameter.shape).to(parameter.grad)
+                parameter.data.add_(state.mul_(2))
+                beside = torch.zeros(4).to(torch.ones(4))
+                beside.add_(1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    adds = bf.Job(
+        model=lambda: nn.Linear(64, 64, bias=False),
+        loss=lambda model, x: model(x).mean(),
+        batch=lambda count: torch.zeros(count, 64),
+        loop=loop,
+    )
+    trace = capture_step(adds, Settings(micro_batch_size=2), A100, steps=2)
+    scaled = [op for op in trace.ops if op.name == "aten.mul_.Tensor"]
+    assert scaled
+    assert not any(op.on_host for op in scaled)
+    assert all(op.on_host for op in trace.ops if op.name == "aten.add_.Tensor" and op.written_bytes == 16)

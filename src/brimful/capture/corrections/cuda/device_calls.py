@@ -96,12 +96,20 @@ class DeviceCalls(Rule):
             device, args = args[0], args[1:]
         elif args and isinstance(args[0], Tensor):
             like, args = args[0], args[1:]
-        if isinstance(like, Tensor):
-            device, kwargs = like.device, kwargs | {"dtype": like.dtype}
         kwargs.pop("non_blocking", None)
-        if device is not None:
+        if isinstance(like, Tensor):
+            kwargs |= {"dtype": like.dtype}
+            tensor = self._beside(tensor, like)
+        elif device is not None:
             tensor = self._moved(tensor, device)
         return tensor.to(*args, **kwargs) if args or kwargs else tensor
+
+    def _beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """The tensor where another one is: `other.device` is the CPU for both places of a captured GPU."""
+        places = self.recorder.places
+        if isinstance(other, FakeTensor) and not places.is_on_host(other):
+            return self._on_device(tensor)
+        return self._moved(tensor, other.device)
 
     def _moved(self, tensor: Tensor, device: Any) -> Tensor:
         places = self.recorder.places
