@@ -107,7 +107,7 @@ class DeviceCalls(Rule):
     def _beside(self, tensor: Tensor, other: Tensor) -> Tensor:
         """The tensor where another one is: `other.device` is the CPU for both places of a captured GPU."""
         places = self.recorder.places
-        if isinstance(other, FakeTensor) and not places.is_on_host(other):
+        if isinstance(other, FakeTensor) and places.of(other) is Place.DEVICE:
             return self._on_device(tensor)
         return self._moved(tensor, other.device)
 
