@@ -19,7 +19,7 @@ def translated(
 ) -> Iterator[Suggestion]:
     """The suggestions of which every flag has a translation, with flags of a command before other words.
 
-    `translation` takes one flag of `brimful plan` with its value, and returns None for what cannot be asked for.
+    `translation` takes one flag of `brimful plan` with its value; None is for what cannot be asked for.
     """
     for each in suggestions:
         words = [translation(flag) for flag in re.split(r" (?=--)", each.flag)]
