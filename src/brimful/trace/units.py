@@ -124,7 +124,7 @@ def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     unit_bytes = _recomputed_bytes(tree, [tree.paths(unit) for unit in units])
     least_bytes, most_bytes = 0, int(unit_bytes * (1 - LEAST_SAVED_BY_RUNS))
     found: tuple[str, ...] = tuple(units)
-    while most_bytes - least_bytes > SMALLEST_SHARE * most_bytes:
+    while most_bytes - least_bytes > max(SMALLEST_SHARE * most_bytes, 1):
         bound_bytes = (least_bytes + most_bytes) // 2
         runs = _runs_within(tree, parts, bound_bytes)
         needed_bytes = _recomputed_bytes(tree, runs)

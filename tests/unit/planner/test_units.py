@@ -298,6 +298,14 @@ def test_blocks_that_are_sequentials_are_in_runs_as_their_layers_would_be() -> N
     assert len(in_nested_runs(kept, runs)) > len(runs)
 
 
+def test_the_search_for_runs_ends_where_units_save_a_few_bytes() -> None:
+    """Halving an interval of one byte never ends."""
+    kept = trace_of(lambda: Row(nn.Linear(1, 1)), lambda n: {"x": torch.randn(n, 1)})
+    units = find_units(kept)
+    assert units
+    assert in_runs(kept, units) == units
+
+
 def test_runs_to_be_nested_are_shorter_and_save_as_much_as_each_other() -> None:
     kept = trace_of(deep(100), deep_batch)
     runs = in_runs(kept, find_units(kept))
