@@ -100,8 +100,10 @@ def test_another_global_batch_leaves_the_learning_rate_and_says_what_scaling_giv
     (note,) = (note for note in json.loads(planned.stdout)["notes"] if "learning rate" in note)
     assert "stays at 0.0003, which the recipe has for global batches of 32; this one is of 128" in note
     assert "square root of the batch it would be 0.0006, scaled linearly 0.0012" in note
-    chosen = brimful(tmp_path, *asked.split(), *where, "--learning-rate", "1e-3")
-    assert not any("learning rate" in note for note in json.loads(chosen.stdout)["notes"])
+    for rate_of_another in (("--learning-rate", "1e-3"), ("--optimizer", "sgd")):
+        chosen = brimful(tmp_path, *asked.split(), *where, *rate_of_another)
+        assert chosen.returncode == 0, chosen.stderr
+        assert not any("learning rate" in note for note in json.loads(chosen.stdout)["notes"])
 
 
 def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:

@@ -604,6 +604,11 @@ def _with_offloaded(settings: Settings, trace: Trace) -> Settings:
 
 
 def _with_chunked_loss(settings: Settings, trace: Trace) -> Settings:
+    if trace.couples_samples:
+        raise UsageError(
+            "chunked_loss computes a cross-entropy in parts, and this job's loss compares the samples of a "
+            "batch with each other (Job(embed=…)), so it is computed whole. Leave chunked_loss out."
+        )
     chunked = chunked_loss_of(trace)
     if chunked is None:
         raise UsageError(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
 from difflib import get_close_matches
@@ -34,7 +33,7 @@ from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
 from brimful.errors import InfeasibleError, UsageError
 from brimful.options import PlanOptions
-from brimful.results import StopReason, Suggestion
+from brimful.results import StopReason
 from brimful.utils.files import write_file
 from brimful.utils.status import busy
 
@@ -304,8 +303,8 @@ def _begin(
 
     def search(samples: int) -> Plan:
         found = _search(job, run.device, samples, planning, context)
-        if usual_batch_size is None or run.learning_rate is not None:
-            return found
+        if usual_batch_size is None or run.learning_rate is not None or planning.optimizer is not None:
+            return found  # another optimizer has its own default learning rate, not the recipe's
         return replace(found, notes=(*found.notes, *_rate_notes(job, samples, usual_batch_size)))
 
     begun = _begun(run.run_dir, run.resume, training.compare_plain)
@@ -332,25 +331,29 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions, context:
     """Search a plan for the number of launched ranks; it suggests what this command can be asked for."""
     from brimful import api
     from brimful.distributed.ranks import nodes_launched, ranks_launched
-    from brimful.integrations.suggestions import infeasible_with
+    from brimful.integrations.suggestions import infeasible_with, translated
 
+    translation = _flag_in(context)
     launched: dict[str, Any] = {"world_size": ranks_launched(), "num_nodes": nodes_launched()}
     with busy("planning"):
         try:
             found = api.plan(job, device, global_batch_size=samples, **launched, **arguments(planning))
         except InfeasibleError as error:
-            raise infeasible_with(error, tuple(_for_command(error.suggestions, context))) from None
-    return replace(found, suggestions=tuple(_for_command(found.suggestions, context)))
+            raise infeasible_with(error, tuple(translated(error.suggestions, translation))) from None
+    return replace(found, suggestions=tuple(translated(found.suggestions, translation)))
 
 
-def _for_command(suggestions: Iterable[Suggestion], context: typer.Context) -> Iterator[Suggestion]:
-    """The suggestions that a command has flags for; torchrun starts several ranks."""
-    flags = {flag for parameter in context.command.params for flag in parameter.opts}
-    for each in suggestions:
-        asked = re.sub(r"--world-size (\d+)", r"torchrun --nproc-per-node \1", each.flag)
-        of_command = {word for word in asked.split() if word.startswith("--")} - {"--nproc-per-node"}
-        if of_command <= flags:
-            yield replace(each, flag=asked)
+def _flag_in(context: typer.Context) -> Callable[[str], str | None]:
+    """A translation of flags of `brimful plan` to this command's; torchrun starts several ranks."""
+    own = {flag for parameter in context.command.params for flag in parameter.opts}
+
+    def translate(flag: str) -> str | None:
+        name, _, value = flag.partition(" ")
+        if name == "--world-size":
+            return f"torchrun --nproc-per-node {value}"
+        return flag if name in own else None
+
+    return translate
 
 
 def _rate_notes(job: Job, samples: int, usual_batch_size: int) -> tuple[str, ...]:

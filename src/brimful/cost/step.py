@@ -14,7 +14,7 @@ from brimful.cost.kinds import base_name
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, ops_seen_by_saving, region_seconds
 from brimful.cost.roofline import Roofline, modules_of_native_loops
-from brimful.cost.time_shares import time_shares
+from brimful.cost.time_shares import LINK, time_shares
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Parallelism, Settings
@@ -39,11 +39,15 @@ class StepTime:
     kernel_seconds: tuple[tuple[str, float], ...] = ()
     """The whole step by class of kernel, longest first; "host" is time in which a GPU waits for its host,
     "input_copy" that of copying batches from pageable memory, and "communication" as above."""
+    link_seconds: float = 0.0
+    """What copies of offloaded tensors add to the step; part of "host" in `kernel_seconds`."""
 
     @property
     def shares(self) -> tuple[tuple[str, float], ...]:
         """Fractions of the step's time by kind of operation, largest first; see `time_shares`."""
-        return time_shares(self.kernel_seconds)
+        host = dict(self.kernel_seconds).get("host", 0.0)
+        waited = min(self.link_seconds, host)
+        return time_shares((*self.kernel_seconds, ("host", -waited), (LINK, waited)))
 
     @property
     def total_seconds(self) -> float:
@@ -102,9 +106,14 @@ class StepTimer:
 def _seconds_of(trace: Trace, timed: _TimedOps, device: Device) -> StepTime:
     roofline = Roofline.of(trace, device)
     step = _Step.of(trace, timed, roofline, device)
+    link_seconds = 0.0
     if device.kind == "cuda":
         order = step.order
-        ends = finish_seconds(step.host_seconds[order], step.work_seconds[order], step.link_ops(order))
+        host, work, link_ops = step.host_seconds[order], step.work_seconds[order], step.link_ops(order)
+        ends = finish_seconds(host, work, link_ops)
+        if any(each.copy_seconds for each in link_ops):
+            at_once = [each._replace(copy_seconds=each.copy_seconds and 0.0) for each in link_ops]
+            link_seconds = float(ends[-1] - finish_seconds(host, work, at_once)[-1])
         seconds, part = np.diff(ends, prepend=0.0), step.part[order]
     else:
         seconds, part = (step.host_seconds + step.work_seconds) * step.times, step.part
@@ -118,6 +127,7 @@ def _seconds_of(trace: Trace, timed: _TimedOps, device: Device) -> StepTime:
         communication_seconds=communication,
         dtypes_at_fp32_rate=roofline.dtypes_at_fp32_rate,
         kernel_seconds=_by_class(step, float(seconds.sum()), communication),
+        link_seconds=link_seconds,
     )
 
 

@@ -15,16 +15,22 @@ POINTWISE = "pointwise"
 """Activations, additions, dropout: one result for each element."""
 
 DATA_MOVEMENT = "data movement"
-"""Copies within the device's memory, embeddings, gathers and scatters."""
+"""Copies within the device's memory, embeddings, gathers and scatters; what offload reads and writes of it."""
 
 OPTIMIZER = "optimizer"
 """The update, where it runs on the device."""
 
 TRANSFERS = "transfers"
-"""Copies of the batch, offloaded tensors, and communication between ranks that nothing hides."""
+"""Copies of the batch; waiting for offloaded tensors and for communication between ranks."""
 
 HOST = "host"
-"""Launches and Python, and on a GPU all time in which it waits: for the host, or a copy."""
+"""Launches and Python; on a GPU the time in which it waits for them, or for an update on the host."""
+
+UNKNOWN = "unknown"
+"""Kernels whose class has no measurements."""
+
+LINK = "link"
+"""Class of the time in which a step waits for copies of offloaded tensors."""
 
 _BEGINNINGS = {
     MATMUL: ("matmul", "batched_matmul", "other_arithmetic", "recurrent"),
@@ -42,13 +48,14 @@ _BEGINNINGS = {
         "reduction",
         "pooling",
     ),
-    DATA_MOVEMENT: ("copy", "transposing_copy", "gather", "scatter"),
+    POINTWISE: ("activation", "elementwise", "exponential", "random", "selection", "tanh"),
+    DATA_MOVEMENT: ("copy", "transposing_copy", "gather", "scatter", "host_copy"),
     OPTIMIZER: ("optimizer",),
-    TRANSFERS: ("input_copy", "host_copy", "communication"),
+    TRANSFERS: ("input_copy", LINK, "communication"),
     HOST: ("host",),
 }
 """By kind of operation, how names of its classes begin; the longest beginning counts. Convolutions of 1 × 1 are
-of the class "pointwise". All other classes are pointwise operations."""
+of the class "pointwise"."""
 
 _KIND_OF = {beginning: kind for kind, beginnings in _BEGINNINGS.items() for beginning in beginnings}
 
@@ -72,4 +79,4 @@ def time_shares(class_seconds: Iterable[tuple[str, float]]) -> tuple[tuple[str, 
 
 def _kind_of(name: str) -> str:
     matching = (beginning for beginning in _KIND_OF if name.startswith(beginning))
-    return _KIND_OF.get(max(matching, key=len, default=""), POINTWISE)
+    return _KIND_OF.get(max(matching, key=len, default=""), UNKNOWN)

@@ -112,11 +112,11 @@ def _job(module: LightningModule, batch: Batch, trainer: Callable[[], Trainer]) 
 
 
 _SUGGESTED = {
-    'precision="bf16"': 'Trainer(precision="bf16-mixed")',
-    'precision="fp16"': 'Trainer(precision="16-mixed")',
-    'precision="tf32"': 'torch.set_float32_matmul_precision("high")',
-    "split_batch_norm=True": "split_batch_norm=True",
-    "world_size=2": "Trainer(devices=2)",
+    "--precision bf16": 'Trainer(precision="bf16-mixed")',
+    "--precision fp16": 'Trainer(precision="16-mixed")',
+    "--precision tf32": 'torch.set_float32_matmul_precision("high")',
+    "--split-batch-norm": "split_batch_norm=True",
+    "--world-size 2": "Trainer(devices=2)",
 }
 """What asks Lightning for each suggestion; optimizers are the module's own."""
 

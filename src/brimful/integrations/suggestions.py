@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from brimful.errors import InfeasibleError
@@ -13,18 +14,30 @@ _FLAG = "  would fit: --"
 """How lines begin that name an option of the command line."""
 
 
-def for_trainer(suggestions: Iterable[Suggestion], options: Mapping[str, str]) -> Iterator[Suggestion]:
-    """The suggestions that a trainer can be asked for; `options` has its own by those of `brimful.plan`."""
+def translated(
+    suggestions: Iterable[Suggestion], translation: Callable[[str], str | None]
+) -> Iterator[Suggestion]:
+    """The suggestions of which every flag has a translation, with flags of a command before other words.
+
+    `translation` takes one flag of `brimful plan` with its value; None is for what cannot be asked for.
+    """
     for each in suggestions:
-        asked = [options.get(part) for part in each.option.split(", ")]
-        if None not in asked:
-            words = " and ".join(filter(None, asked))
-            yield replace(each, option=words, flag=words)
+        words = [translation(flag) for flag in re.split(r" (?=--)", each.flag)]
+        known = [word for word in words if word is not None]
+        if len(known) == len(words):
+            flags = " ".join(word for word in known if word.startswith("--"))
+            others = [word for word in known if not word.startswith("--")]
+            yield replace(each, flag=" and ".join(filter(None, (flags, *others))))
 
 
-def infeasible_for_trainer(error: InfeasibleError, options: Mapping[str, str]) -> InfeasibleError:
+def for_trainer(suggestions: Iterable[Suggestion], flags: Mapping[str, str]) -> Iterator[Suggestion]:
+    """The suggestions that a trainer can be asked for; `flags` has its own words by those of `brimful plan`."""
+    return (replace(each, option=each.flag) for each in translated(suggestions, flags.get))
+
+
+def infeasible_for_trainer(error: InfeasibleError, flags: Mapping[str, str]) -> InfeasibleError:
     """The error with the suggestions that a trainer can be asked for, in its words."""
-    return infeasible_with(error, tuple(for_trainer(error.suggestions, options)))
+    return infeasible_with(error, tuple(for_trainer(error.suggestions, flags)))
 
 
 def infeasible_with(error: InfeasibleError, found: tuple[Suggestion, ...]) -> InfeasibleError:

@@ -126,7 +126,7 @@ def adapted(
         quantise_linear_layers(model, quantization)
     heads = [name for name, layer in _outside(model) if any(True for _ in layer.parameters())]
     heads += _poolers(model) if trains_pooler else []
-    excluded = [*heads, *_never_adapted(model)]
+    excluded = [*heads, *_never_called(model), *([] if lora.targets else _image_encoder_of_llava(model))]
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -152,8 +152,16 @@ def adapted(
 
 
 _TARGETS_OF_DIFFUSERS = ("to_k", "to_q", "to_v", "to_out.0")
-"""Layers that are adapted by default. Source: diffusers, train_text_to_image_lora.py and
-train_dreambooth_lora_flux.py."""
+"""Layers that are adapted by default. Source: diffusers 0.40.0.dev0 (commit 58eb52c, August 2026),
+examples/text_to_image/train_text_to_image_lora.py and train_text_to_image_lora_sdxl.py."""
+
+_TARGETS_OF_FLUX = (
+    *("attn.to_k", "attn.to_q", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+)
+"""Layers of a FLUX that are adapted by default. Source: diffusers, the same commit,
+examples/dreambooth/train_dreambooth_lora_flux.py; with 0.32.0.dev0 it adapted the first four."""
 
 
 def add_adapters(model: Any, lora: LoraOptions) -> nn.Module:
@@ -165,11 +173,12 @@ def add_adapters(model: Any, lora: LoraOptions) -> nn.Module:
         from peft import LoraConfig
     except ImportError as error:
         raise UsageError("--lora needs peft: pip install peft.") from error
+    is_flux = type(model).__name__ == "FluxTransformer2DModel"
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=list(lora.targets or _TARGETS_OF_DIFFUSERS),
+        target_modules=list(lora.targets or (_TARGETS_OF_FLUX if is_flux else _TARGETS_OF_DIFFUSERS)),
         init_lora_weights="gaussian",
     )
     frozen: nn.Module = model.requires_grad_(False)
@@ -215,16 +224,18 @@ def _add_to_quantised_results(config: Any) -> None:
     config._register_custom_module(dict.fromkeys(PREDICTED, Adapted))
 
 
-def _never_adapted(model: nn.Module) -> list[str]:
-    """The image encoder of LLaVA, and linear layers that their parent reads and never calls.
-
-    LLaVA takes features from inside its encoder, so that adapters behind those would never be trained.
-    """
+def _never_called(model: nn.Module) -> list[str]:
+    """The `MultiheadAttention.out_proj`, whose weight is used without calling the layer."""
     return [
-        f"{name}.out_proj" if isinstance(layer, nn.MultiheadAttention) else name
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.MultiheadAttention) or name.rpartition(".")[2] == "vision_tower"
+        f"{name}.out_proj" for name, layer in model.named_modules() if isinstance(layer, nn.MultiheadAttention)
     ]
+
+
+def _image_encoder_of_llava(model: nn.Module) -> list[str]:
+    """The image encoder of a LLaVA; its features are from inside it, and adapters behind those never train."""
+    if not type(model).__name__.startswith("Llava"):
+        return []
+    return [name for name, _layer in model.named_modules() if name.rpartition(".")[2] == "vision_tower"]
 
 
 def _poolers(model: Any) -> list[str]:

@@ -124,28 +124,30 @@ def _from_hub(name: str) -> Path:
     """
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError as error:
         raise UsageError(
             f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "
             "transformers. Or give its config.json, or a directory that has one."
         ) from error
-    failures: list[Exception] = []
+    failure: Exception | None = None
     for file in ("config.json", *(f"{part}/config.json" for part in _PARTS_OF_PIPELINES)):
         try:
             return Path(hf_hub_download(name, file))
-        except EntryNotFoundError as error:  # neither there nor, without a network, in the cache
-            failures.append(error)
+        except LocalEntryNotFoundError as error:  # without a network, it is not in the cache
+            failure = error
+        except EntryNotFoundError as error:  # the repository has no such file
+            failure = failure or error
         except Exception as error:  # the library has errors of several packages
-            failures.append(error)
+            failure = error
             break
-    reason = str(failures[0]).strip().splitlines() or [type(failures[0]).__name__]
+    reason = str(failure).strip().splitlines() or [type(failure).__name__]
     raise UsageError(
         f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
         f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json, of a pipeline of "
         "diffusers unet/config.json or transformer/config.json; then give that file in place of the name. "
         "`brimful models` lists those that are known without it."
-    ) from failures[0]
+    ) from failure
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -529,7 +531,7 @@ def _timm_job(name: str) -> Callable[..., Job]:
         model = name.removeprefix("timm/")
         check_range(name, "num_classes", num_classes, 1)
         if image_size is not None:
-            check_range(name, "image_size", image_size, 32)
+            check_range(name, "image_size", image_size, 1)
         architecture, _, tag = model.partition(".")
         published = timm.list_pretrained(f"{architecture}.*") if tag else []
         if not timm.is_model(architecture) or (tag and model not in published):

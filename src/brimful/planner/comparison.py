@@ -71,7 +71,7 @@ class ComparedTechnique:
 
     technique: str
     results: SameResults | None
-    """Compared with the baseline; None without a prediction."""
+    """Compared with the baseline; None without a prediction. A note says where a split was not checked."""
     effect: str = ""
     """What it changes in the computation."""
     flag: str = ""
@@ -316,8 +316,11 @@ class _Rows:
     def notes(self, rows: Sequence[ComparedTechnique]) -> Iterator[str]:
         """What applies to the comparison; a note that holds of many rows appears once."""
         yield from about_device_and_job(self.settings, self.baseline, self.request)
-        is_unknown = any(each is not None and each.why_not_compared for each in self._splits.values())
-        if is_unknown and not self.request.job.weighs_by_count:
+        whys = dict.fromkeys(each.why_not_compared for each in self._splits.values() if each is not None)
+        reasons = list(filter(None, whys))
+        for reason in reasons:
+            yield f"Whether splitting the batch changes the results was not checked: {reason}."
+        if reasons and not self.request.job.weighs_by_count:
             yield MEAN_OVER_SAMPLES_NOTE
         yield from untrained_notes(self.baseline)
         yield from self._odd_sizes

@@ -193,8 +193,9 @@ class Estimate(PredictsRuns):
         """Fractions of the step's time by kind of operation, largest first, which add up to 1.
 
         The kinds are "matmul", "convolution", "attention" (fused kernels), "normalization" (with softmax and
-        other reductions), "pointwise", "data movement", "optimizer", "transfers" (to and from the host, between
-        ranks) and "host" (launches and Python; on a GPU all time in which it waits).
+        other reductions), "pointwise", "data movement", "optimizer", "transfers" (copies of the batch, waiting
+        for offloaded tensors and other ranks), "host" (launches and Python; on a GPU waiting for them) and
+        "unknown" (kernels without measurements).
         """
         return self.step_time.shares
 

@@ -21,8 +21,8 @@ _HEADING = ("technique", "peak", "samples/s", "×", "results", "")
 _LINE = "  {:<39}{:>9}{:>11}{:>7}  {:<9}  {}"
 _MEASURED_HEADING = ("technique", "predicted", "measured", "error", "predicted", "measured", "error")
 _MEASURED_LINE = "  {:<39}{:>9}{:>9}{:>7}{:>10}{:>9}{:>6}"
-_NO_CLASS = "–"
-"""Class of a row that is not predicted."""
+_NO_RESULT = "–"
+"""Results of a row that is not predicted."""
 _OF_TEXT = (
     "×: speed beside the baseline's. over: does not fit.",
     "What each row changes, and how to ask for it: --markdown, to_markdown().",
@@ -65,7 +65,7 @@ def _noted(comparison: TechniqueComparison) -> tuple[list[str], list[str]]:
 
 def _cells(row: ComparedTechnique, comparison: TechniqueComparison) -> tuple[str, ...]:
     if row.predicted is None:
-        return (row.technique, "–", "–", "–", _NO_CLASS, "not predicted")
+        return (row.technique, "–", "–", "–", _NO_RESULT, "not predicted")
     return (
         row.technique,
         format_bytes(row.predicted.predicted_peak_device_bytes),
@@ -139,7 +139,7 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
                 f"**{row.technique}**" if row is comparison.fastest else row.technique,
                 "–" if found is None else format_bytes(found.predicted_peak_device_bytes),
                 "–" if speed is None else _number(speed),
-                str(row.results or _NO_CLASS),
+                str(row.results or _NO_RESULT),
                 "not predicted" if row.verdict is None else str(row.verdict),
                 row.why_not.replace("\n", " ") or row.effect or "–",
                 f"`{row.flag}`" if row.flag else "–",

@@ -10,7 +10,8 @@ Private torch API used here: `torch.utils._pytree` (checked: torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -147,13 +148,22 @@ def runs_on_one_device(*, job: str) -> Iterator[None]:
 
     def checked(module: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
         if _spreads(module):
-            gathered = module.module(*inputs, **kwargs)
-            raise _data_parallel_error(f"the code of {job!r} calls an nn.DataParallel", gathered)
+            gather = partial(module.module, *inputs, **kwargs)
+            raise _data_parallel_error(f"the code of {job!r} calls an nn.DataParallel", gather)
         return forward(module, *inputs, **kwargs)
 
-    def refused(module: nn.Module, inputs: Any, *_args: Any, **_kwargs: Any) -> Any:
-        gathered = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
-        raise _data_parallel_error(f"the code of {job!r} calls nn.parallel.data_parallel", gathered)
+    def refused(
+        module: nn.Module,
+        inputs: Any,
+        _device_ids: Any = None,
+        _output_device: Any = None,
+        _dim: int = 0,
+        module_kwargs: Mapping[str, Any] | None = None,
+        **_others: Any,
+    ) -> Any:
+        given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+        gather = partial(module, *given, **(module_kwargs or {}))
+        raise _data_parallel_error(f"the code of {job!r} calls nn.parallel.data_parallel", gather)
 
     with replaced(nn.DataParallel, "forward", checked), replaced(nn.parallel, "data_parallel", refused):
         yield
@@ -163,8 +173,12 @@ def _spreads(module: nn.Module) -> bool:
     return isinstance(module, nn.DataParallel) and len(module.device_ids) != 1
 
 
-def _data_parallel_error(found: str, gathered: Any = None) -> UsageError:
-    """The error of a module that spreads a batch; `gathered` is its output for the whole batch, if known."""
+def _data_parallel_error(found: str, gather: Callable[[], Any] | None = None) -> UsageError:
+    """The error of a module that spreads a batch; `gather` computes its output for the whole batch."""
+    gathered = None
+    if gather is not None:
+        with suppress(Exception):  # the output is for its size alone
+            gathered = gather()
     gathered_bytes = sum(each.nbytes for each in tree_leaves(gathered) if isinstance(each, Tensor))
     size = f" ({format_bytes(gathered_bytes)} for this batch)" if gathered_bytes else ""
     return UsageError(

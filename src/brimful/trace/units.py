@@ -31,6 +31,10 @@ LEAST_SAVED_BY_RUNS = 1 / 8
 """Fraction that runs must take less than other units, as they are captured too. A choice of ours: the blocks of
 a ResNet-50 would gain less, layers by the hundred gain more."""
 
+RATIO_OF_BOUNDS = 0.85
+"""Each bound tried for nested runs is this fraction of the one before. A choice: the longest run is then within
+a sixth of the best."""
+
 
 def find_units(trace: Trace) -> tuple[str, ...]:
     """Units of the model, from a capture without recomputation, in the order in which their forwards begin.
@@ -105,7 +109,7 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
 
 
 def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
-    """Units that take least where all are recomputed: those of one Sequential in runs of any length.
+    """Checkpoint segments of any length that take least where all are recomputed: runs of a Sequential's units.
 
     A step that recomputes everything holds most in the backward of some run: what that run saves, and the
     inputs of all runs up to it. Given a bound of these bytes, each run is as long as the bound permits, so the
@@ -120,7 +124,7 @@ def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     unit_bytes = _recomputed_bytes(tree, [tree.paths(unit) for unit in units])
     least_bytes, most_bytes = 0, int(unit_bytes * (1 - LEAST_SAVED_BY_RUNS))
     found: tuple[str, ...] = tuple(units)
-    while most_bytes - least_bytes > SMALLEST_SHARE * most_bytes:
+    while most_bytes - least_bytes > max(SMALLEST_SHARE * most_bytes, 1):
         bound_bytes = (least_bytes + most_bytes) // 2
         runs = _runs_within(tree, parts, bound_bytes)
         needed_bytes = _recomputed_bytes(tree, runs)
@@ -132,11 +136,12 @@ def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
 
 
 def in_nested_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
-    """Units that take least where recomputed runs are nested in segments; see `in_runs`.
+    """Checkpoint segments that take least where they are nested in longer ones; see `in_runs`.
 
     All runs save about as much then. k runs whose inputs take r each, in segments of √k, hold about 2r√k of
-    inputs: the first of each segment, and those inside one. The units are returned as they are where that does
-    not take an eighth less.
+    inputs: the first of each segment, and those inside one. Bounds on what a run saves are tried from all that
+    is saved to what the largest part saves, below which runs only become more. The units are returned as they
+    are where that does not take an eighth less.
     """
     tree = SavedTree(trace)
     parts = [part for unit in units for part in _parts_of_run(tree, unit)]
@@ -146,7 +151,9 @@ def in_nested_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         largest_bytes = max(tree.bytes_saved(run) for run in runs)
         return largest_bytes + 2 * math.sqrt(sum(inputs_bytes) * max(inputs_bytes, default=0))
 
-    bounds = [tree.total_bytes * SMALLEST_SHARE ** (step / 32) for step in range(64)]
+    largest_share = max(map(tree.saved_by, parts)) / tree.total_bytes
+    steps = math.ceil(math.log(largest_share, RATIO_OF_BOUNDS))
+    bounds = [tree.total_bytes * RATIO_OF_BOUNDS**step for step in range(steps + 1)]
     runs = min((_runs_within(tree, parts, bound, holds_inputs=False) for bound in bounds), key=nested_bytes)
     unit_bytes = nested_bytes([tree.paths(unit) for unit in units])
     is_less = nested_bytes(runs) <= unit_bytes * (1 - LEAST_SAVED_BY_RUNS)
@@ -154,10 +161,15 @@ def in_nested_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parts_of_run(tree: SavedTree, unit: str) -> tuple[str, ...]:
-    """The children of a Sequential or of a run of its children; any other unit alone."""
+    """The children of a Sequential or of a run of its children; any other unit alone.
+
+    A small Sequential in a Sequential is one of its blocks, of which runs are made whole.
+    """
     if has_input_ops(unit):
         return (unit,)
-    if tree.classes.get(unit) == "Sequential":
+    is_inside = tree.classes.get(unit.rpartition(".")[0]) == "Sequential"
+    is_block = is_inside and tree.saved_by(unit) <= LARGEST_SHARE * tree.total_bytes
+    if tree.classes.get(unit) == "Sequential" and not is_block:
         return tuple(child for child in tree.children[unit] if child in tree.first_ops) or (unit,)
     return tuple(tree.paths(unit))
 

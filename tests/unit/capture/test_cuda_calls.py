@@ -159,7 +159,11 @@ def in_replicas_by_the_function(network: nn.Module, batch: dict[str, Tensor]) ->
     return nn.parallel.data_parallel(network, batch["x"]).square().mean()
 
 
-@pytest.mark.parametrize("loss", [in_replicas, in_replicas_by_the_function])
+def by_the_function_with_keywords(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.parallel.data_parallel(network, (), module_kwargs={"input": batch["x"]}).square().mean()
+
+
+@pytest.mark.parametrize("loss", [in_replicas, in_replicas_by_the_function, by_the_function_with_keywords])
 @pytest.mark.parametrize("has_own_loop", [False, True])
 def test_a_loss_or_loop_that_spreads_its_batch_over_gpus_is_refused(
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor], has_own_loop: bool
@@ -172,6 +176,15 @@ def test_a_loss_or_loop_that_spreads_its_batch_over_gpus_is_refused(
     gathered = format_bytes(SAMPLES * WIDTH * 4)
     assert f"the outputs of the whole batch ({gathered} for this batch)" in str(refused.value)
     assert (nn.DataParallel.forward, nn.parallel.data_parallel) == (forward, function)
+
+
+@pytest.mark.parametrize("spread", [in_replicas, in_replicas_by_the_function])
+def test_what_spreads_its_batch_is_refused_also_where_its_forward_fails(
+    spread: Callable[[nn.Module, dict[str, Tensor]], Tensor],
+) -> None:
+    too_wide = job(lambda: nn.Linear(WIDTH + 1, WIDTH), spread, rows)
+    with pytest.raises(UsageError, match=r"the outputs of the whole batch, as much"):
+        capture_step(too_wide, Settings(micro_batch_size=SAMPLES), A100)
 
 
 @pytest.mark.parametrize(

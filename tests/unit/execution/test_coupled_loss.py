@@ -45,6 +45,11 @@ def test_it_is_not_divided_among_ranks_nor_over_logits(settings: Settings, why: 
             run()
 
 
+def test_a_chunked_loss_is_refused_because_samples_are_compared() -> None:
+    with pytest.raises(UsageError, match=r"compares the samples of a batch.*Leave chunked_loss out"):
+        bf.estimate(coupled_job(), "cpu", micro_batch_size=8, chunked_loss=True)
+
+
 @pytest.mark.parametrize(
     ("embeds", "why"),
     [

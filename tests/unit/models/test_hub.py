@@ -222,6 +222,9 @@ def test_the_image_encoder_of_llava_is_frozen_and_its_tokens_are_not_predicted(c
         trained = [name for name, each in job.model().named_parameters() if each.requires_grad]
         assert trained
         assert not any("vision_tower" in name for name in trained)
+    by_name = bf.find_architecture(str(configuration), lora="r=2,targets=q_proj")
+    assert callable(by_name.model)
+    assert any("vision_tower" in name and "lora" in name for name, _ in by_name.model().named_parameters())
     assert callable(job.batch)
     batch = job.batch(3)
     is_image = batch["input_ids"] == 50
@@ -385,7 +388,7 @@ def pipeline(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.mark.parametrize("lora", [None, "r=2"])
 def test_a_pipeline_of_diffusers_is_its_denoising_network(pipeline: Path, lora: str | None) -> None:
     """With adapters, the layers that diffusers' examples adapt are trained, and no other."""
-    pytest.importorskip("diffusers")
+    diffusers = pytest.importorskip("diffusers")
     job = bf.find_architecture(str(pipeline), image_size=64, lora=lora)
     predicted = bf.estimate(job, "cpu", micro_batch_size=2)
     measured = bf.measure(job, bf.Settings(micro_batch_size=2), "cpu")
@@ -397,8 +400,12 @@ def test_a_pipeline_of_diffusers_is_its_denoising_network(pipeline: Path, lora: 
     if lora is None:
         assert predicted.trainable_parameter_count == predicted.parameter_count
     else:
-        assert {re.sub(r".*attn\w*\.|\.default\.weight", "", name) for name in trained} == {
-            f"{layer}.lora_{half}" for layer in ("to_q", "to_k", "to_v", "to_out.0") for half in "AB"
+        layers = {"to_q", "to_k", "to_v", "to_out.0"}
+        if isinstance(job.model(), diffusers.FluxTransformer2DModel):
+            layers |= {"add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}
+            layers |= {f"{ff}.{layer}" for ff in ("ff", "ff_context") for layer in ("net.0.proj", "net.2")}
+        assert {re.sub(r".*attn\w*\.|.*_blocks\.\d+\.|\.default\.weight", "", name) for name in trained} == {
+            f"{layer}.lora_{half}" for layer in layers for half in "AB"
         }
     with pytest.raises(UsageError, match="a multiple of"):
         bf.find_architecture(str(pipeline), image_size=100)
@@ -457,6 +464,19 @@ def test_a_pipeline_of_the_hub_is_read_where_its_network_is(
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     assert callable(bf.find_architecture("someone/pipeline").batch)
+
+
+def test_the_reason_of_a_failed_download_is_not_that_another_file_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub.errors import EntryNotFoundError
+
+    def download(_name: str, file: str) -> str:
+        raise EntryNotFoundError(file) if file == "config.json" else PermissionError("access is restricted")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(UsageError, match="downloaded: access is restricted"):
+        bf.find_architecture("someone/pipeline")
 
 
 def test_timm_builds_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Comparisons of techniques: each row is what an estimate predicts, and computes what its class says."""
+"""Comparisons of techniques: each row is what an estimate predicts, and computes what its results say."""
 
 import json
 import re
@@ -316,6 +316,17 @@ def test_a_plan_that_may_not_split_the_batch_does_not_exist() -> None:
     row = by_name(bf.compare(one, "cpu", global_batch_size=64, budget=budget))["plan"]
     assert row.results is None
     assert "the plan would split the batch: the loss of the batch is not made" in row.why_not
+
+
+def test_a_split_that_was_not_compared_is_noted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is "rounding", which holds of a mean over samples."""
+    assert not any("was not checked" in note for note in bf.compare(job(), "cpu", global_batch_size=16).notes)
+    monkeypatch.setattr("brimful.profiling.splitting._PLANNED_PARAMETERS", 0)
+    compared = bf.compare(job(), "cpu", global_batch_size=16)
+    assert by_name(compared)["accumulation 4 × 4"].results is SameResults.ROUNDING
+    (note,) = (each for each in compared.notes if "was not checked" in each)
+    assert note.endswith("it would take longer than planning does.")
+    assert note in str(compared)
 
 
 def test_nothing_in_bf16_is_offered_where_a_gpu_has_none() -> None:

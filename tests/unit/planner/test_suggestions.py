@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.capture import CautiousCapture
 from brimful.devices import find_device
+from brimful.integrations.suggestions import for_trainer, translated
 from brimful.memory import most_held_bytes
 from brimful.models.resolve import resolve_job
 from brimful.planner import Plan
@@ -102,6 +104,19 @@ def test_a_plan_with_suggestions_is_read_as_it_was_written(limited: Plan) -> Non
 def test_the_text_of_a_plan_says_how_to_ask_and_what_changes(limited: Plan) -> None:
     assert re.search(r"with your permission: peak, step time", str(limited))
     assert re.search(r"-\d.*--precision bf16: products have 8 significant bits", str(limited))
+
+
+def test_flags_of_a_command_come_before_how_it_is_started(limited: Plan) -> None:
+    """`torchrun … --precision bf16` would give the flag to torchrun."""
+    pair = replace(limited.suggestions[0], flag="--world-size 2 --precision bf16")
+    known = {"--world-size 2": "torchrun --nproc-per-node 2", "--precision bf16": "--precision bf16"}
+    (found,) = translated([pair], known.get)
+    assert found == replace(pair, flag="--precision bf16 and torchrun --nproc-per-node 2")
+    del known["--precision bf16"]
+    assert not list(translated([pair], known.get))
+    of_trainer = {"--world-size 2": "Trainer(devices=2)", "--precision bf16": "Trainer(precision='bf16-mixed')"}
+    (found,) = for_trainer([pair], of_trainer)
+    assert found.option == found.flag == "Trainer(devices=2) and Trainer(precision='bf16-mixed')"
 
 
 def adapted(flag: str) -> dict[str, Any]:

@@ -283,6 +283,29 @@ def test_layers_of_a_sequential_in_runs_take_less_than_any_number_of_equal_segme
     assert sorted(lengths, reverse=True) == lengths
 
 
+def test_blocks_that_are_sequentials_are_in_runs_as_their_layers_would_be() -> None:
+    """Each of 100 blocks is a unit and a Sequential of two layers, whose runs would end with it."""
+    blocks = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(100)))  # noqa: E731
+    kept = trace_of(blocks, deep_batch)
+    units = find_units(kept)
+    assert units == tuple(map(str, range(100)))
+    runs = in_runs(kept, units)
+    assert 8 < len(runs) < 30
+    actions = tuple(UnitAction(fqn=run, action=Action.RECOMPUTE) for run in runs)
+    flat = trace_of(deep(100), deep_batch)
+    as_layers = recomputed_bytes(100, in_runs(flat, find_units(flat)))
+    assert peak_allocated_bytes(trace_of(blocks, deep_batch, actions)) <= 1.05 * as_layers
+    assert len(in_nested_runs(kept, runs)) > len(runs)
+
+
+def test_the_search_for_runs_ends_where_units_save_a_few_bytes() -> None:
+    """Halving an interval of one byte never ends."""
+    kept = trace_of(lambda: Row(nn.Linear(1, 1)), lambda n: {"x": torch.randn(n, 1)})
+    units = find_units(kept)
+    assert units
+    assert in_runs(kept, units) == units
+
+
 def test_runs_to_be_nested_are_shorter_and_save_as_much_as_each_other() -> None:
     kept = trace_of(deep(100), deep_batch)
     runs = in_runs(kept, find_units(kept))

@@ -53,14 +53,14 @@ _OF_THE_TRAINER = {
 """Options of a plan that the trainer decides, and where."""
 
 _SUGGESTED = {
-    'precision="bf16"': "TrainingArguments(bf16=True)",
-    'precision="fp16"': "TrainingArguments(fp16=True)",
-    'precision="tf32"': "TrainingArguments(tf32=True)",
-    'optimizer="adamw8bit"': 'TrainingArguments(optim="adamw_bnb_8bit")',
-    'optimizer="adafactor"': 'TrainingArguments(optim="adafactor")',
-    'optimizer="sgd"': 'TrainingArguments(optim="sgd")',
-    "split_batch_norm=True": "split_batch_norm=True",
-    "world_size=2": "torchrun --nproc-per-node 2",
+    "--precision bf16": "TrainingArguments(bf16=True)",
+    "--precision fp16": "TrainingArguments(fp16=True)",
+    "--precision tf32": "TrainingArguments(tf32=True)",
+    "--optimizer adamw8bit": 'TrainingArguments(optim="adamw_bnb_8bit")',
+    "--optimizer adafactor": 'TrainingArguments(optim="adafactor")',
+    "--optimizer sgd": 'TrainingArguments(optim="sgd")',
+    "--split-batch-norm": "split_batch_norm=True",
+    "--world-size 2": "torchrun --nproc-per-node 2",
 }
 """What asks a trainer for each suggestion."""
 
