@@ -130,6 +130,21 @@ def published(result: Record) -> Record:
     return {"rows": rows}
 
 
+def guides(result: Record) -> Record:
+    """Studies with published figures: how many, and the median error of those of memory and of speed."""
+    rows = []
+    for study in result["studies"]:
+        found = result["summary"][study["name"]]
+        if found["peak"]["rows"] or found["speed"]["rows"]:
+            errors = {
+                f"{which}_error": "–" if found[which]["median"] is None else f"{found[which]['median']:.1%}"
+                for which in ("peak", "speed")
+            }
+            unknown = [note for note in study["notes"] if "small scale" not in note]
+            rows.append(found | errors | {"name": study["name"], "unknown": " ".join(unknown[:1]) or "–"})
+    return {"rows": rows}
+
+
 def published_names(result: Record) -> Record:
     """Models by name beside public figures; where memory ran out, verdicts in the place of errors."""
     rows = []
@@ -435,7 +450,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
-        published_names,
+        *(guides, published_names),
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )
