@@ -40,6 +40,9 @@ from brimful.torch_utils.replaced import replace_attribute, replaced
 from brimful.torch_utils.wrapper_tensors import is_wrapper_tensor, remade
 from brimful.trace import Guess
 
+HUGE_BYTES = 2**30
+"""A tensor of this size is not made for real while a model is built. A choice."""
+
 
 def fake_model(job: Job) -> nn.Module:
     """The job's model with parameters that have shapes and no values; raises as `build_fake_model` does."""
@@ -115,6 +118,7 @@ def _parameters_on_meta() -> Iterator[None]:
     with (
         ExitStack() as stack,
         replaced(nn.Module, "register_parameter", register_on_meta),
+        replaced(torch, "empty", _empty_on_meta_if_huge(torch.empty)),
         replaced(Tensor, "normal_", _drawn_if_real(Tensor.normal_)),
         replaced(Tensor, "uniform_", _drawn_if_real(Tensor.uniform_)),
         replaced(nn.Module, "to", _without_device(nn.Module.to)),
@@ -129,6 +133,22 @@ def _quantised(module: nn.Module, *_device: Any, **_named: Any) -> nn.Module:
     """Quantise a module as moving it to a device does, without moving it."""
     quantise(module, "meta")
     return module
+
+
+def _empty_on_meta_if_huge(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.empty`, by which layers make their weights: those of `HUGE_BYTES` are on `meta` from the start.
+
+    Memory that nothing writes to is free, but address space is not: an allocation larger than the machine's
+    memory fails, and so does a fork of a process whose heap has grown to such a size.
+    """
+
+    def empty(*size: Any, **options: Any) -> Tensor:
+        if options.get("device") is not None or "out" in options:
+            return make(*size, **options)
+        on_meta = make(*size, **options | {"device": "meta", "pin_memory": False})
+        return on_meta if on_meta.nbytes >= HUGE_BYTES else make(*size, **options)
+
+    return empty
 
 
 def _drawn_if_real(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
