@@ -24,10 +24,10 @@ def lines_after_figures(text: str, figures: str, count: int) -> list[str]:
     return lines[first + 1 : first + 1 + count]
 
 
-def test_ops_with_the_same_reason_share_a_line_below_the_predicted_step() -> None:
+def test_ops_with_the_same_reason_share_a_line_below_the_time() -> None:
     estimate = bf.estimate(job(), "cpu", micro_batch_size=8, precision="bf16")
     assert len(estimate.uncertain_ops) > 1
-    (line,) = lines_after_figures(str(estimate), "predicted step", 1)
+    (line,) = lines_after_figures(str(estimate), "time goes to", 1)
     reason = "what the CPU's library takes inside is not known"
     assert line == f"  uncertain       aten.addmm.default, aten.mm.default: {reason}"
 
@@ -35,7 +35,7 @@ def test_ops_with_the_same_reason_share_a_line_below_the_predicted_step() -> Non
 def test_further_reasons_have_lines_of_their_own() -> None:
     estimate = bf.estimate(job(), "cpu", micro_batch_size=8)
     several = replace(estimate, uncertain_ops=("sizes of a mask", "a: inside", "b: inside"))
-    assert lines_after_figures(str(several), "predicted step", 2) == [
+    assert lines_after_figures(str(several), "time goes to", 2) == [
         "  uncertain       sizes of a mask",
         "                  a, b: inside",
     ]
