@@ -86,7 +86,6 @@ def text_recipe(
     *,
     torch_saves_softmax_input: bool = True,
     optimizer: str = "transformers AdamW",
-    checkpoints: bool = False,
     **options: Any,
 ) -> Recipe:
     """A classifier of random tokens with two labels.
@@ -96,7 +95,6 @@ def text_recipe(
         tokens: Length of each sequence.
         torch_saves_softmax_input: As torch did until 1.10.
         optimizer: One of `OPTIMIZERS`.
-        checkpoints: Checkpoint each layer, as `gradient_checkpointing_enable()` does.
         **options: Other fields of `Recipe`.
 
     Returns:
@@ -108,7 +106,6 @@ def text_recipe(
         batch=partial(_tokens, tokens),
         loss=lambda model, batch: model(**batch).loss,
         optimizer=OPTIMIZERS[optimizer],
-        prepare=checkpoint_layers if checkpoints else options.pop("prepare", None),
         **options,
     )
 

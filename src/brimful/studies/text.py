@@ -76,7 +76,7 @@ def bert_large() -> Study:
             "bert-large",
             512,
             optimizer=then[given.get("optimizer")],
-            checkpoints="recompute" in given,
+            prepare=checkpoint_layers if "recompute" in given else None,
             fp16="precision" in given,
             accumulation=options["gradient_accumulation_steps"],
             max_gradient_norm=1.0,
@@ -128,7 +128,7 @@ def xlm_r() -> Study:
             f"xlm-roberta-{size}",
             512,
             optimizer="torch AdamW",
-            checkpoints="recompute" in options,
+            prepare=checkpoint_layers if "recompute" in options else None,
             fp16="precision" in options,
         )
         cases.append(
