@@ -54,11 +54,15 @@ ON_CPU: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def variant(suggestion: Suggestion) -> dict[str, str]:
+SIZES = {"--seq-len": "sequence_length", "--image-size": "image_size"}
+
+
+def variant(suggestion: Suggestion) -> dict[str, str | int]:
     """The options of the model that a suggestion asks for."""
     words = suggestion.flag.split()
-    asked = {word[2:]: value for word, value in zip(words[::2], words[1::2], strict=True)}
-    return {name: value for name, value in asked.items() if name in VARIANT_OPTIONS}
+    asked = dict(zip(words[::2], words[1::2], strict=True))
+    sizes = {SIZES[flag]: int(value) for flag, value in asked.items() if flag in SIZES}
+    return sizes | {flag[2:]: value for flag, value in asked.items() if flag[2:] in VARIANT_OPTIONS}
 
 
 def planned(job: bf.Job, device: str, batch: int, budget: str = BUDGET) -> tuple[bf.Plan, float, float]:
@@ -84,7 +88,7 @@ def planned(job: bf.Job, device: str, batch: int, budget: str = BUDGET) -> tuple
 def rows_of(name: str, options: dict[str, Any], plan: bf.Plan, device: Device) -> Iterator[dict[str, Any]]:
     """Each suggestion of a plan beside a capture of its own."""
     for each in plan.suggestions:
-        job = bf.find_architecture(name, **options, **variant(each))
+        job = bf.find_architecture(name, **{**options, **variant(each)})
         own = estimate_of(each.settings, CautiousCapture(job, device), device)
         yield {
             "flag": each.flag,
@@ -123,7 +127,7 @@ def on_cpu(name: str) -> dict[str, Any]:
     before = bf.measure(job, plan, "cpu")
     rows = []
     for each, row in zip(plan.suggestions, rows_of(name, options, plan, resolve_device("cpu")), strict=True):
-        changed = bf.find_architecture(name, **options, **variant(each))
+        changed = bf.find_architecture(name, **{**options, **variant(each)})
         after = bf.measure(changed, replace(each.settings), "cpu")
         row["measured_gain"] = 1 - after.measured_step_seconds / before.measured_step_seconds
         row["measured_peak_bytes"] = after.measured_peak_allocated_bytes

@@ -1,4 +1,4 @@
-"""Changes of a job that a plan may suggest: another type of its weights, adapters over frozen ones."""
+"""Changes of a job that a plan may suggest: smaller samples, another type of weights, adapters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from importlib.util import find_spec
 
 from torch import nn
 
+from brimful.batches import with_smaller_samples
 from brimful.capture import fake_model
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
 from brimful.job import Job
 from brimful.memory import most_held_bytes
-from brimful.models.variants import is_of_transformers, with_adapters, with_dtype
+from brimful.models.variants import (
+    is_of_architecture,
+    is_of_transformers,
+    with_adapters,
+    with_dtype,
+)
 from brimful.planner import Change
 from brimful.prediction.estimator import Capture
 from brimful.settings import Precision, Settings
@@ -41,6 +47,7 @@ class JobChanges:
 
     def __call__(self, baseline: Trace) -> Iterator[Change]:
         """The changes that may help, given training without a plan."""
+        yield from self._with_smaller_samples()
         is_adapted = any(class_name.startswith("Peft") for _, class_name in baseline.module_classes)
         if isinstance(self._job.model, nn.Module) or is_adapted:  # a module would be changed
             return
@@ -52,6 +59,26 @@ class JobChanges:
     @property
     def _has_bf16(self) -> bool:
         return self._device.supports(Precision.BF16)
+
+    def _with_smaller_samples(self) -> Iterator[Change]:
+        smaller = None if self._job.loop is not None else with_smaller_samples(self._job)
+        if smaller is None:
+            return
+        is_text = len(smaller.after) == 1
+        size = str(smaller.after[0]) if is_text or len({*smaller.after}) == 1 else ""
+        shown, before = ("×".join(map(str, sizes)) for sizes in (smaller.after, smaller.before))
+        what = f"{shown} {'tokens' if is_text else 'pixels'} a sample"
+        keyword, flag = ("sequence_length", "--seq-len") if is_text else ("image_size", "--image-size")
+        has_option = bool(size) and is_of_architecture(self._job)
+        by_hand = f"{what} in Job(batch=…)"
+        yield Change(
+            name="shorter sequences" if is_text else "smaller images",
+            effect=f"{what} in place of {before}: a step sees {'fewer tokens' if is_text else 'less detail'}",
+            option=f"find_architecture(…, {keyword}={size})" if has_option else by_hand,
+            flag=f"{flag} {size}" if has_option else by_hand,
+            capture=_Lazy(lambda: CachedCapture(smaller.job, self._device)),
+            may_be_refused=True,
+        )
 
     def _in_bf16(self, baseline: Trace) -> Change:
         of_update = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)

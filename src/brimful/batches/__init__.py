@@ -8,6 +8,7 @@ from brimful.batches.input_mover import InputMover
 from brimful.batches.layout import BatchLayout, is_real, layout_of, make_batch, make_micro_batch, why_not_split
 from brimful.batches.one_batch import are_samples, is_one_batch
 from brimful.batches.sizes import sample_sizes
+from brimful.batches.smaller import with_smaller_samples
 from brimful.batches.tensors import (
     SampleList,
     is_applicable,
@@ -40,4 +41,5 @@ __all__ = [
     "tensors_in",
     "to_device",
     "why_not_split",
+    "with_smaller_samples",
 ]

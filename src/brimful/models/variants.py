@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from brimful.errors import UnknownNameError, UsageError
-from brimful.job import Job
+from brimful.job import Batch, Job
 from brimful.models.adapters import LoraOptions, adapted, add_adapters, check_quantization
+from brimful.torch_utils.built_modules import noting_built_modules
 
 DTYPES = {
     "fp32": torch.float32,
@@ -37,7 +38,12 @@ def with_dtype(job: Job, dtype: str) -> Job:
     made, make = _rebuilt(job, "dtype", partial(_moved, DTYPES[dtype])), job.batch
     if not callable(make):
         return made
-    return replace(made, batch=lambda samples: tree_map(partial(_in_type, DTYPES[dtype]), make(samples)))
+
+    @wraps(make)
+    def in_type(samples: int) -> Batch:
+        return tree_map(partial(_in_type, DTYPES[dtype]), make(samples))
+
+    return replace(made, batch=in_type)
 
 
 def _moved(dtype: torch.dtype, model: Any) -> nn.Module:
@@ -84,6 +90,11 @@ def with_variant(job: Job, *, dtype: str | None, lora: str | None, quantize: str
     return job if lora is None else with_adapters(job, lora, quantize)
 
 
+def is_of_architecture(job: Job) -> bool:
+    """Whether the batches of a job are those of an architecture, whose options change them."""
+    return getattr(job.batch, "__module__", "").startswith("brimful.models.")
+
+
 def is_of_transformers(model: Any) -> bool:
     """Whether a model is a `PreTrainedModel`; transformers is not imported for that."""
     return _is_a(model, "PreTrainedModel", "transformers")
@@ -107,9 +118,17 @@ def _is_classifier(model: Any) -> bool:
 def _rebuilt(job: Job, option: str, change: Callable[[Any], nn.Module]) -> Job:
     """The job whose model is changed after it is built."""
     build = job.model
+    refusal = (
+        f"{job.name}: {option} would change the module that Job(model=…) {{}}. Give a function that builds it."
+    )
     if isinstance(build, nn.Module):
-        raise UsageError(
-            f"{job.name}: {option} would change the module that Job(model=…) was given. Give a function that "
-            "builds it."
-        )
-    return replace(job, model=lambda: change(build()))
+        raise UsageError(refusal.format("was given"))
+
+    def changed() -> nn.Module:
+        with noting_built_modules() as is_built:
+            model = build()
+        if not is_built(model):
+            raise UsageError(refusal.format("returns and did not build"))
+        return change(model)
+
+    return replace(job, model=changed)

@@ -230,7 +230,7 @@ def compare_techniques(
         _check_part(request, micro_batch_size)
     rows = _Rows(capture, request, compare_split)
     singles = [*_same_mathematics(rows, micro_batch_size), *_by_name(request, rows.baseline)]
-    changed = [_Technique.of(each) for each in job_changes(rows.baseline)]
+    changed = [_Technique.of(each) for each in job_changes(rows.baseline) if each.variant]
     techniques = [*singles, *changed, *_combinations(singles, changed)]
     made = (rows.first, *map(rows.row, techniques), *rows.plans())
     return TechniqueComparison(

@@ -26,7 +26,17 @@ GPU = "RTX 3090"
 
 
 def bert(**options: Any) -> bf.Job:
-    return bf.find_architecture("bert-base", sequence_length=256, num_hidden_layers=6, **options)
+    return bf.find_architecture(
+        "bert-base", **{"sequence_length": 256, "num_hidden_layers": 6, **of_architecture(options)}
+    )
+
+
+def of_architecture(asked: dict[str, Any]) -> dict[str, Any]:
+    """Options of the command line that `find_architecture` takes, under its names."""
+    names = {"seq-len": "sequence_length", "seq_len": "sequence_length"}
+    taken = ("sequence_length", "dtype", "lora", "quantize")
+    named = {names.get(name, name): value for name, value in asked.items()}
+    return {name: int(value) if name == taken[0] else value for name, value in named.items() if name in taken}
 
 
 def llama(**options: Any) -> bf.Job:
@@ -64,7 +74,7 @@ def test_a_suggestion_is_what_its_own_capture_predicts(limited: Plan) -> None:
     capture = CautiousCapture(bert(), device)
     assert limited.suggestions
     for each in limited.suggestions:
-        if "--dtype" in each.flag or "--lora" in each.flag:
+        if of_architecture(adapted(each.flag)):
             continue
         own = estimate_of(each.settings, capture, device)
         assert each.predicted_peak_device_bytes == pytest.approx(own.predicted_peak_device_bytes, rel=0.01)
@@ -157,8 +167,10 @@ def test_what_an_estimate_suggests_is_what_it_predicts_with_it() -> None:
     assert any(flag.startswith("--micro-batch-size") for flag in found)
     for flag, each in found.items():
         asked: dict[str, Any] = {"micro_batch_size": 16, **dict(asked_of_estimate(flag))}
-        of_model = {name: asked.pop(name) for name in ("dtype", "lora", "quantize") if name in asked}
-        again = bf.estimate(bert(**of_model), GPU, budget="2GiB", **asked)
+        job = bert(**asked)
+        for name in ("seq_len", "dtype", "lora", "quantize"):
+            asked.pop(name, None)
+        again = bf.estimate(job, GPU, budget="2GiB", **asked)
         assert again.verdict != "does not fit"
         assert each.predicted_peak_device_bytes == pytest.approx(again.predicted_peak_device_bytes, rel=0.01)
         assert each.predicted_step_seconds == pytest.approx(again.predicted_step_seconds, rel=0.01)
@@ -194,6 +206,53 @@ def test_a_half_precision_model_with_adapters_is_not_made_so_again() -> None:
     job = llama(dtype="bf16", lora="r=4")
     plan = bf.plan(job, GPU, global_batch_size=8, budget="70%")
     assert not any("--dtype" in each.flag or "--lora" in each.flag for each in plan.suggestions)
+
+
+def test_shorter_sequences_are_suggested_as_a_plan_with_them_is_predicted(limited: Plan) -> None:
+    shorter = by_flag(limited.suggestions)["--seq-len 128"]
+    job = bert(sequence_length=128)
+    own = estimate_of(shorter.settings, CautiousCapture(job, find_device(GPU)), find_device(GPU))
+    assert shorter.predicted_peak_device_bytes == pytest.approx(own.predicted_peak_device_bytes, rel=0.01)
+    assert shorter.predicted_step_seconds == pytest.approx(own.predicted_step_seconds, rel=0.01)
+    assert "128 tokens a sample in place of 256" in shorter.effect
+
+
+def of_images(model: nn.Module, size: int = 64) -> bf.Job:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def batch(samples: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(samples, 3, size, size), torch.zeros(samples, dtype=torch.long)
+
+    return bf.Job(model=lambda: model, loss=loss, batch=batch, optimizer="sgd")
+
+
+def test_smaller_images_of_a_job_of_ones_own_are_suggested_in_words() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    )
+    estimate = bf.estimate(of_images(model), GPU, micro_batch_size=1024, budget="2.5GiB")
+    found = next(each for each in estimate.suggestions if "32×32 pixels" in each.flag)
+    assert found.flag == found.option == "32×32 pixels a sample in Job(batch=…)"
+    smaller = bf.estimate(of_images(model, 32), GPU, micro_batch_size=1024)
+    assert found.predicted_peak_device_bytes == pytest.approx(smaller.predicted_peak_device_bytes, rel=0.01)
+
+
+def test_a_model_that_a_job_returns_and_did_not_build_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2048), nn.ReLU(), nn.Linear(2048, 10))
+    estimate = bf.estimate(of_images(model), "cpu", micro_batch_size=64, budget="100MiB")
+    assert estimate.verdict == "does not fit"
+    assert not any("--dtype" in each.flag for each in estimate.suggestions)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+
+
+def test_a_model_that_takes_no_smaller_images_is_given_none() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 62 * 62, 10))
+    estimate = bf.estimate(of_images(model), GPU, micro_batch_size=1024, budget="2.5GiB")
+    assert estimate.suggestions
+    assert not any("pixels" in each.flag for each in estimate.suggestions)
+    assert not any("smaller images" in note for note in estimate.notes)
 
 
 def test_a_change_whose_step_cannot_be_captured_is_noted_once() -> None:

@@ -51,7 +51,7 @@ class Context:
 
     def note_skipped(self, change: Change, error: CaptureError | BatchError) -> None:
         """Note why a change is not suggested, once for the same reason."""
-        if not any(str(error) in note for note in self.notes):
+        if not change.may_be_refused and not any(str(error) in note for note in self.notes):
             self.notes.append(f"{change.name}: not suggested, as its step cannot be predicted: {error}")
 
     def is_safe(self, estimate: Estimate) -> bool:

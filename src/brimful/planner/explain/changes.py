@@ -45,6 +45,8 @@ class Change:
     """Whether a step is faster by more than what its memory permits."""
     floor_bytes: int | None = None
     """Bytes that every step of the changed job holds; None if its settings show it."""
+    may_be_refused: bool = False
+    """Whether the model may not take the samples; then that its step cannot be captured is not noted."""
     family: str | None = None
     """Of the changes of one family, the first with which a step fits is suggested."""
 

@@ -204,6 +204,7 @@ def _pairs(changes: Sequence[Change]) -> Iterator[Change]:
                 settings=together,
                 capture=changed.capture,
                 splits_batch=first.splits_batch or second.splits_batch,
+                may_be_refused=first.may_be_refused or second.may_be_refused,
                 recomputes_all=first.recomputes_all or second.recomputes_all,
                 floor_bytes=changed.floor_bytes,
                 family=changed.family,
