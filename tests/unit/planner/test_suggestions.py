@@ -240,7 +240,7 @@ def test_smaller_images_of_a_job_of_ones_own_are_suggested_in_words() -> None:
 
 def test_a_model_that_a_job_returns_and_did_not_build_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 2048), nn.ReLU(), nn.Linear(2048, 10))
-    estimate = bf.estimate(of_images(model), "cpu", micro_batch_size=64, budget="100MiB")
+    estimate = bf.estimate(of_images(model), GPU, micro_batch_size=16, budget="450MiB")
     assert estimate.verdict == "does not fit"
     assert not any("--dtype" in each.flag for each in estimate.suggestions)
     assert {each.dtype for each in model.parameters()} == {torch.float32}
