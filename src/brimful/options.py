@@ -192,6 +192,18 @@ class LoopOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingOptions:
+    """How the job's DataLoaders read, where that is not as the job has it."""
+
+    workers: int | None = field(default=None, metadata={"min": 0})
+    """Processes that read the training data, for a DataLoader. Default: as the job has it."""
+    prefetch_factor: PositiveInt | None = None
+    """Batches that each of these processes reads ahead. Default: as the job has it, or 2."""
+    pin_memory: bool = False
+    """Read into pinned memory, from which copies to a GPU go on beside other work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunLength:
     """The length of a whole training run that is predicted; `check` refuses all but one length."""
 

@@ -590,7 +590,10 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
-    "train job": [*TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize"],
+    "train job": [
+        *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",
+        "--prefetch-factor", "--pin-memory",
+    ],
     "train images": [
         *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
         "--image-size", "--validation-fraction", "--workers", "--prefetch-factor", "--timm-transforms",

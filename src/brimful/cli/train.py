@@ -32,7 +32,7 @@ from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, r
 from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
 from brimful.errors import InfeasibleError, UsageError
-from brimful.options import PlanOptions
+from brimful.options import LoadingOptions, PlanOptions
 from brimful.results import StopReason
 from brimful.utils.files import write_file
 from brimful.utils.status import busy
@@ -84,11 +84,14 @@ def own_job(
     run: RunOptions,
     planning: PlanOptions,
     training: TrainFlags,
+    loading: LoadingOptions,
     options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
     """Train a job of your own: MODEL is path/to/file.py:NAME or package.module:NAME."""
     with report_errors(as_json):
+        from brimful.trainer.data.loading import with_loading
+
         job = find_job(model, options)
         if job.data is None:
             raise UsageError(
@@ -96,7 +99,7 @@ def own_job(
                 "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job. "
                 "For files of your own there are recipes: brimful train --help."
             )
-        _train(job, context, run, planning, training, as_json)
+        _train(with_loading(job, loading), context, run, planning, training, as_json)
 
 
 @train_app.command("images")

@@ -16,7 +16,10 @@ def feeding_lines(
         help_text = "" if loading is None else f": {_what_helps(steps, loading)}"
         yield "waited for data", f"{waited:.0%} of the time{help_text}"
     if loading is not None and loading.workers is not None and on_gpu and not loading.pins_memory:
-        yield "copies of data", "DataLoader(pin_memory=True) would let them go on beside other work"
+        yield (
+            "copies of data",
+            "pin_memory=True of the DataLoader (--pin-memory) lets them run beside other work",
+        )
 
 
 def _what_helps(steps: Sequence[StepRecord], loading: DataLoading) -> str:

@@ -3,12 +3,17 @@
 import time
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from brimful.job import Data
+from brimful.errors import UsageError
+from brimful.job import Data, Job
+from brimful.options import LoadingOptions
 from brimful.report.data_loading import feeding_lines
 from brimful.results import DataLoading, StepRecord
 from brimful.trainer.data.batches import data_loading
+from brimful.trainer.data.loading import with_loading
 from brimful.trainer.run import loop as run_module
 
 
@@ -96,3 +101,53 @@ def test_a_run_tells_early_and_at_the_end_that_it_waits(job_with, trained, sampl
     assert result.needed_workers >= 1
     assert result.data_loading.workers == 0
     assert capsys.readouterr().err.count("waited for data  ") == 1
+
+
+def of_loader(loader) -> Job:
+    return Job(
+        model=lambda: nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch).mean(),
+        batch=lambda samples: torch.zeros(samples, 1),
+        data=lambda: Data(train=loader),
+        name="mine",
+    )
+
+
+NUMBERS = TensorDataset(torch.arange(8.0)[:, None])
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"),
+    [
+        ({}, {"workers": 1}, (1, 2, False, False)),
+        ({}, {"workers": 1, "prefetch_factor": 4, "pin_memory": True}, (1, 4, True, False)),
+        ({"num_workers": 2, "persistent_workers": True}, {"workers": 0}, (0, None, False, False)),
+        (
+            {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True},
+            {"workers": 1},
+            (1, 3, False, True),
+        ),
+        ({"num_workers": 2}, {"prefetch_factor": 5}, (2, 5, False, False)),
+        ({"pin_memory": True}, {"workers": 1}, (1, 2, True, False)),
+    ],
+)
+def test_a_loader_reads_the_same_batches_as_it_is_asked_to(own, asked, expected) -> None:
+    loader = DataLoader(NUMBERS, batch_size=2, **own)
+    read = with_loading(of_loader(loader), LoadingOptions(**asked)).data().train
+    found = read.num_workers, read.prefetch_factor, read.pin_memory, read.persistent_workers
+    assert found == expected
+    assert loader.num_workers == own.get("num_workers", 0)
+    if not read.pin_memory:  # which needs a GPU
+        assert [batch.tolist() for (batch,) in read] == [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+
+
+@pytest.mark.parametrize(
+    ("train", "asked", "message"),
+    [
+        (torch.zeros(8, 1), {"workers": 2}, "are for a DataLoader, and the data of mine are a Tensor"),
+        (DataLoader(NUMBERS), {"prefetch_factor": 4}, "--prefetch-factor 4 needs at least one worker"),
+    ],
+)
+def test_what_no_loader_can_do_is_refused(train, asked, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        with_loading(of_loader(train), LoadingOptions(**asked)).data()
