@@ -17,7 +17,8 @@ from brimful.trace.records import Category, Phase, Trace
 from brimful.trace.saved_tree import SavedTree
 
 SMALLEST_SHARE = 1 / 200
-"""A part that saves a smaller fraction of the whole is not a unit: recomputing it would gain almost nothing."""
+"""A part that saves a smaller fraction of the whole is not a unit: recomputing it would gain almost nothing.
+Parts of one class in one module are units all the same if together they save `LARGEST_SHARE`: 300 blocks."""
 
 LARGEST_SHARE = 1 / 8
 """A part that saves a larger fraction is divided, unless it is one of several alike. With eight parts or more a
@@ -45,7 +46,15 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     its input in place, as an in-place ReLU does: there would be nothing left to recompute it from.
     """
     tree = SavedTree(trace)
-    units = [unit for unit in _divide(tree, "") if tree.saved_by(unit) >= SMALLEST_SHARE * tree.total_bytes]
+    by_kind: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for unit in _divide(tree, ""):
+        by_kind[unit.rpartition(".")[0], tree.classes.get(unit, unit)].append(unit)
+    units = []
+    for alike in by_kind.values():
+        is_large = sum(map(tree.saved_by, alike)) >= LARGEST_SHARE * tree.total_bytes
+        units += [
+            each for each in alike if is_large or tree.saved_by(each) >= SMALLEST_SHARE * tree.total_bytes
+        ]
     return tuple(sorted(units, key=tree.first_op))
 
 

@@ -322,6 +322,22 @@ def test_small_blocks_of_a_long_sequential_are_units_together() -> None:
     assert all(map(Span.parse, units))
 
 
+def test_each_small_block_of_a_long_list_is_a_unit() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Mixing(4) for _ in range(300))
+            self.last = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    units = units_of(Listed, lambda n: {"x": torch.randn(n, 64, 4)})
+    assert units == tuple(f"blocks.{i}" for i in range(300))
+
+
 def test_blocks_whose_runs_would_gain_little_stay_as_they_are() -> None:
     vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(9))), lambda n: {"x": torch.randn(n, 64, 16)})
     units = find_units(vectors)
