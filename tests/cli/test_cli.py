@@ -590,6 +590,7 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
+    "run": ["--module", "--steps", "--eager", "--output"],
     "train job": [
         *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",
         "--prefetch-factor", "--pin-memory",

@@ -68,6 +68,7 @@ READERS = {
         "read_regular_file": CONFIGURATION,
         "parse_json": CONFIGURATION,
     },
+    "doctor/names.py": {"read_text": "source of code that runs, to name a line of it"},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
@@ -139,6 +140,10 @@ RUNNERS = {
     "planner/plan.py": {"import_module": "brimful.api, which checks and exports plans"},
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
+    "doctor/script.py": {
+        "run_path": "the script that the user names to `brimful run`",
+        "run_module": "the module that the user names to `brimful run -m`",
+    },
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

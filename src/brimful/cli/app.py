@@ -43,6 +43,7 @@ from brimful.cli.output import (
     show,
     show_warning,
 )
+from brimful.cli.run import run
 from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
@@ -65,6 +66,13 @@ app = typer.Typer(
 )
 
 app.add_typer(train_app, name="train")
+app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)(run)
 
 
 @app.callback(invoke_without_command=True)
@@ -524,6 +532,8 @@ torchao registers enums in a deprecated way. Transformers imports torchao wherev
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:2] == ["run"]:  # the script's streams and warnings stay as Python has them
+        sys.exit(_exit_status())
     replace_standard_streams()
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
     for name in _OF_LIBRARIES:
@@ -539,7 +549,7 @@ def main() -> None:
 def _exit_status() -> int:
     """Run the command that the arguments name."""
     try:
-        return app(with_size_after_largest(sys.argv[1:]), standalone_mode=False) or 0
+        return app(_arguments(), standalone_mode=False) or 0
     except typer.Abort:
         return 1
     except Exception as error:
@@ -549,6 +559,11 @@ def _exit_status() -> int:
         error.show()
         report_bad_usage(error.format_message(), as_json="--json" in sys.argv)
         return int(error.exit_code)
+
+
+def _arguments() -> list[str]:
+    """The arguments of the command; a script's own are as they are given."""
+    return sys.argv[1:] if sys.argv[1:2] == ["run"] else with_size_after_largest(sys.argv[1:])
 
 
 _BAD_USAGE: Any = typer.BadParameter.__base__

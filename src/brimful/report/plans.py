@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from brimful.exports import Export
-from brimful.memory import ModuleShare
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
-from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
+from brimful.report.at_peak import block_listing, category_listing, module_listing
+from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone, listing_lines
 from brimful.results import Suggestion
-from brimful.trace import Category
 from brimful.utils.quantities import GIB, format_bytes, format_interval, format_rate, format_seconds
-
-_LISTED_BLOCKS = 5
-_LISTED_MODULES = 10
-_SHOWN_MODULE_FRACTION = 0.05
-_LABEL_CELLS = 44
 
 
 def estimate_report(estimate: Estimate) -> Report:
@@ -96,9 +90,10 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
             'backward. With bf.plan(own_checkpointing="off") the plan decides',
         )
     yield from _what_happens_at_capacity(estimate)
-    yield _category_listing(estimate)
-    yield _block_listing(estimate)
-    yield from _module_listing(estimate)
+    peak_bytes = estimate.predicted_peak_allocated_bytes
+    yield category_listing(estimate, peak_bytes)
+    yield block_listing(estimate)
+    yield from module_listing(estimate, peak_bytes)
     yield from _allocator_listing(estimate)
     yield from _correction_listing(estimate)
     if estimate.suggestions:
@@ -127,31 +122,6 @@ def uncertain_rows(items: Iterable[str]) -> Iterator[Row]:
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
         line = reason if named == [reason] else f"{', '.join(named[:_NAMED])}{more}: {reason}"
         yield Row("" if position else "uncertain", line)
-
-
-def _category_listing(estimate: Estimate) -> Listing:
-    """What holds the memory at the peak."""
-    module = "setup" if estimate.peak_module is None else estimate.peak_module or "the model itself"
-    where = f"{estimate.peak_phase}, {module}, {estimate.peak_op or '-'}"
-    whole = max(estimate.predicted_peak_allocated_bytes, 1)
-    rows = tuple(
-        (category.replace("_", " "), format_bytes(held_bytes), Share(held_bytes / whole))
-        for category, held_bytes in estimate.breakdown
-        if held_bytes or category is not Category.OTHER_TENSORS
-    )
-    return Listing(title=f"at the peak ({where})", line="    {:<16}{:>9}  {}", rows=rows, is_whole=True)
-
-
-def _block_listing(estimate: Estimate) -> Listing:
-    rows = []
-    for block in estimate.largest[:_LISTED_BLOCKS]:
-        label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
-        origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
-        line = f" ({block.line})" if block.line else ""
-        what = block.category.replace("_", " ")
-        rows.append((format_bytes(block.held_bytes), f"{what}: {label}{origin}{line}"))
-    title = "largest blocks at the peak"
-    return Listing(title=title, line="    {:>9}  {}", rows=tuple(rows), is_detail=True)
 
 
 def _correction_listing(estimate: Estimate) -> Iterator[Listing]:
@@ -200,53 +170,6 @@ def _allocator_listing(estimate: Estimate) -> Iterator[Listing]:
     if rows:
         title = "other allocator settings: peak reserved, and the smallest capacity that suffices"
         yield Listing(title=title, line="    {:>9} {:>9}  {}", rows=tuple(rows), is_detail=True)
-
-
-def _module_listing(estimate: Estimate) -> Iterator[Listing]:
-    """The modules that hold most, as a tree: the largest first, each followed by its largest submodules."""
-    children: dict[str, list[ModuleShare]] = {}
-    for share in estimate.modules:
-        if share.depth:
-            children.setdefault(_parent_and_name(share)[0], []).append(share)
-    rows = list(_module_rows(children, "", _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes))
-    if rows:
-        title = f"by module, submodules included, of at least {_SHOWN_MODULE_FRACTION:.0%} of the peak"
-        hidden = len(rows) - _LISTED_MODULES
-        more = [("…", f"{hidden} more")] if hidden > 0 else []
-        shown = (*rows[:_LISTED_MODULES], *more)
-        yield Listing(title=title, line="    {:>9}  {}", rows=shown, is_detail=True)
-
-
-def _module_rows(
-    children: Mapping[str, Sequence[ModuleShare]], parent: str, least_bytes: float
-) -> Iterator[tuple[str, str]]:
-    """Rows below one module; more than two numbered siblings of a class are one row without rows below it."""
-    alike: dict[str, list[ModuleShare]] = {}
-    for share in children.get(parent, ()):
-        name = _parent_and_name(share)[1]
-        alike.setdefault(share.class_name if name.isdecimal() else name, []).append(share)
-    groups = [
-        part for group in alike.values() for part in ([group] if len(group) > 2 else [[x] for x in group])
-    ]
-    for group in sorted(groups, key=_held_bytes, reverse=True):
-        first, last, held_bytes = group[0], group[-1], _held_bytes(group)
-        if held_bytes < least_bytes:
-            continue
-        name, suffix = _parent_and_name(first)[1], f" ({first.class_name})" if first.class_name else ""
-        if len(group) > 1:
-            name, suffix = f"{name}…{_parent_and_name(last)[1]}", f" ({len(group)} × {first.class_name})"
-        yield format_bytes(held_bytes), f"{'  ' * (first.depth - 1)}{name}{suffix}"
-        if len(group) == 1:
-            yield from _module_rows(children, first.fqn, least_bytes)
-
-
-def _held_bytes(shares: Sequence[ModuleShare]) -> int:
-    return sum(share.held_bytes for share in shares)
-
-
-def _parent_and_name(share: ModuleShare) -> tuple[str, str]:
-    parent, _, name = share.fqn.rpartition(".")
-    return parent, name
 
 
 def _what_happens_at_capacity(estimate: Estimate) -> Iterator[Row]:

@@ -23,7 +23,7 @@ def calling_line() -> str:
     """The innermost calling line of the user's or a library's code, as "file.py:12"; "" if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CAPTURE_FILE:
-        name = _shown_file(frame.f_code.co_filename)
+        name = shown_file(frame.f_code.co_filename)
         if name:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
@@ -33,13 +33,13 @@ def calling_line() -> str:
 def defining_line(function: Any) -> str:
     """Where a function of the user's or a library's is defined, as "file.py:12"; "" for another's."""
     code: Any = getattr(function, "__code__", None)
-    name = "" if code is None else _shown_file(code.co_filename)
+    name = "" if code is None else shown_file(code.co_filename)
     return f"{name}:{code.co_firstlineno}" if name else ""
 
 
 def is_users_own(file: str) -> bool:
     """Whether a source file is the user's: not of torch, Python, brimful or a package that is installed."""
-    return bool(_shown_file(file)) and not any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
+    return bool(shown_file(file)) and not any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
 
 
 def raising_line(error: BaseException) -> str:
@@ -49,7 +49,7 @@ def raising_line(error: BaseException) -> str:
     """
     found, traceback = "", error.__traceback__
     while traceback is not None:
-        name = _shown_file(traceback.tb_frame.f_code.co_filename)
+        name = shown_file(traceback.tb_frame.f_code.co_filename)
         if name:
             found = f"{name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
@@ -57,7 +57,7 @@ def raising_line(error: BaseException) -> str:
 
 
 @cache
-def _shown_file(file: str) -> str:
+def shown_file(file: str) -> str:
     """A source file as people name it; "" for torch, Python and brimful but for the models it brings."""
     is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
     is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)

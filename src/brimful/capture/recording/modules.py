@@ -35,18 +35,27 @@ _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class ModuleCalls:
-    """Follows the module calls of one model; modules are named by path, without wrappers."""
+    """Follows the module calls of models; modules are named by path, without wrappers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        plain_name = plain_namer(model)
-        paths = [(plain_name(path), module) for path, module in model.named_modules()]
-        self._names = {id(module): fqn for fqn, module in reversed(paths)}
-        self._classes = {fqn: _class_name(module) for fqn, module in paths}
+    def __init__(self, *models: nn.Module) -> None:
+        self._names: dict[int, str] = {}
+        self._classes: dict[str, str] = {}
+        for model in models:
+            self.add(model)
         self._called: dict[str, None] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._owners: list[str] = []
         self._last_backward = LOSS
+
+    def add(self, model: nn.Module, prefix: str = "") -> None:
+        """Name the modules of a model; the paths of a further one begin with `prefix`."""
+        plain_name = plain_namer(model)
+        paths = [
+            (".".join(filter(None, (prefix, plain_name(path)))), each) for path, each in model.named_modules()
+        ]
+        self._names |= {id(module): fqn for fqn, module in reversed(paths)}
+        self._classes |= {fqn: _class_name(module) for fqn, module in paths}
 
     @contextmanager
     def follow(self) -> Iterator[None]:

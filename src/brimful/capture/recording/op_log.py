@@ -16,15 +16,21 @@ from brimful.capture.recording.work import OpWork
 from brimful.trace import Op, Phase
 from brimful.utils.quantities import MIB
 
-_LOCATED_BYTES = MIB
+LOCATED_BYTES = MIB
 """Ops that write less are not looked for in the code: walking the stack takes longer than recording them."""
 
 
 class OpLog:
-    """Records ops, each with the module and the phase that it belongs to."""
+    """Records ops, each with the module and the phase that it belongs to.
 
-    def __init__(self, modules: ModuleCalls, position: StepPosition) -> None:
+    Ops that write at least `located_bytes` have the line of code that calls them.
+    """
+
+    def __init__(
+        self, modules: ModuleCalls, position: StepPosition, *, located_bytes: int = LOCATED_BYTES
+    ) -> None:
         self.ops: list[Op] = []
+        self._located_bytes = located_bytes
         self._modules, self._position = modules, position
         self._lines: dict[int, str] = {}
         """Lines where forward ops were called, by the numbers of their autograd nodes."""
@@ -49,7 +55,7 @@ class OpLog:
                 made_ops_ago=made_ops_ago,
                 on_host=at.is_on_host,
                 extents=work.extents,
-                line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
+                line=self._line() if work.written_bytes >= self._located_bytes else "",
             )
         )
         return len(self.ops) - 1

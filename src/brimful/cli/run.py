@@ -1,0 +1,49 @@
+"""`brimful run`: a script of any framework, unchanged and watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from brimful.cli.output import report_errors, say
+from brimful.utils.files import write_file
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str, typer.Argument(help="A script, with its own arguments after it.", show_default=False)
+    ],
+    is_module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are recorded.")] = 3,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Run what torch.compile compiles eagerly in the recorded steps.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Also write what was seen to this JSON file.")
+    ] = None,
+) -> None:
+    """Run a training script unchanged, and say what holds its memory and what is wrong with it.
+
+    Its first optimizer steps are recorded, then it is left alone. Its output, results and exit status stay its
+    own; what was seen follows on standard error when it ends.
+    """
+    with report_errors(as_json=False):
+        from brimful.doctor import run_script, watched_document, watched_text
+
+        sys.excepthook = sys.__excepthook__  # typer's own shows its frames
+        ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager)
+        if os.environ.get("RANK", "0") == "0":
+            say(watched_text(ran.evidence))
+            if output is not None:
+                write_file(output, json.dumps(watched_document(ran.evidence), indent=2).encode())
+    if ran.is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    raise typer.Exit(ran.exit_status)

@@ -1,0 +1,471 @@
+"""What is wrong with a watched run: one function for each check, from what was seen to findings.
+
+Start reading at `findings`. A check finds nothing where the evidence does not show the fault: a run that is
+well has no findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from statistics import median
+
+from brimful.doctor.evidence import Evidence
+from brimful.doctor.names import Holding
+from brimful.memory import live_profile
+from brimful.memory.liveness import LiveProfile
+from brimful.results import WAITING_FRACTION
+from brimful.settings import op_kind
+from brimful.trace import Category, Op, Phase
+
+LARGE_FRACTION = 0.05
+"""Fraction of the peak from which memory is worth a finding. A choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is wrong, what it costs, and the one change to make."""
+
+    check: str
+    """Name of the check, such as "history-kept"."""
+    what: str
+    change: str
+    line: str = ""
+    """Line of code, as "train.py:12"; "" for a finding without one."""
+    size_bytes: int | None = None
+    """Bytes at stake; None if it is not memory, or not known."""
+    seconds: float | None = None
+    """Time at stake in a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Evidence, with what several checks derive from it."""
+
+    evidence: Evidence
+
+    @cached_property
+    def profile(self) -> LiveProfile:
+        """Live bytes after each allocation and release."""
+        return live_profile(self.evidence.trace, 1)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes that lived at once."""
+        return self.profile.peak_bytes
+
+    @cached_property
+    def held_at_peak(self) -> dict[int, int]:
+        """Bytes of each storage that lives at the peak."""
+        return self.profile.held_bytes_at(self.profile.peak_position)
+
+    @property
+    def peak_phase(self) -> Phase:
+        """The phase in which the peak is."""
+        op = self.profile.op_at(self.profile.peak_position)
+        return Phase.SETUP if op is None else op.phase
+
+    def is_large(self, size_bytes: int) -> bool:
+        """Whether bytes are much beside the peak."""
+        return size_bytes >= LARGE_FRACTION * self.peak_bytes
+
+    @cached_property
+    def last_step(self) -> list[Op]:
+        """Ops of the last recorded step."""
+        last = len(self.evidence.steps) - 1
+        return [op for op in self.evidence.trace.ops if op.step == max(last, 0)]
+
+    @cached_property
+    def lasting(self) -> list[tuple[Holding, tuple[int, ...]]]:
+        """What names hold at the end of the last step, each with how many tensors at the end of every step."""
+        ends = [each.held for each in self.evidence.steps]
+        counts = (
+            {name: tuple(end[name].count if name in end else 0 for end in ends) for name in ends[-1]}
+            if ends
+            else {}
+        )
+        return [(ends[-1][name], of_steps) for name, of_steps in counts.items()]
+
+
+Check = Callable[[Seen], Iterator[Finding]]
+CHECKS: list[Check] = []
+"""All checks, in the order in which their findings are listed where they cost the same."""
+
+
+def check(function: Check) -> Check:
+    """Add a check to `CHECKS`; a decorator."""
+    CHECKS.append(function)
+    return function
+
+
+def findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """What is wrong with a run, what costs most memory first."""
+    seen = Seen(evidence)
+    if not evidence.trace.events:
+        return ()
+    found = [each for function in CHECKS for each in function(seen)]
+    return tuple(sorted(found, key=lambda each: -(each.size_bytes or 0)))
+
+
+# What is kept
+
+
+@check
+def history_kept(seen: Seen) -> Iterator[Finding]:
+    """Tensors whose graphs lead back to earlier steps: `total += loss`, or a list of losses."""
+    for held, _ in seen.lasting:
+        if held.reaches_back:
+            yield Finding(
+                check="history-kept",
+                what=f"{held.name} keeps the graphs of earlier steps, with all that they hold",
+                change=(f"add to {held.name} what has no graph: .detach(), or the number alone, .item()"),
+                line=held.line,
+                size_bytes=_growth(seen, held),
+            )
+
+
+@check
+def container_grows(seen: Seen) -> Iterator[Finding]:
+    """A list or dict that has more tensors after each step."""
+    for held, counts in seen.lasting:
+        is_growing = len(counts) > 2 and all(first < second for first, second in pairwise(counts[-3:]))
+        if is_growing and not held.reaches_back:
+            yield Finding(
+                check="container-grows",
+                what=f"{held.name} has more tensors after each step: {', '.join(map(str, counts))}",
+                change="keep numbers (.item()), or move what is needed to the host (.detach().cpu())",
+                line=held.line,
+                size_bytes=held.size_bytes // held.count,
+            )
+
+
+@check
+def intermediate_kept(seen: Seen) -> Iterator[Finding]:
+    """A variable that keeps a large result of the forward until the next one has replaced it."""
+    for held, _ in seen.lasting:
+        if held.has_graph and not held.reaches_back and held.count == 1 and seen.is_large(held.size_bytes):
+            yield Finding(
+                check="intermediate-kept",
+                what=f"{held.name} lives on through the next forward, beside the one that replaces it",
+                change=f"del {held.name} after backward",
+                line=held.line,
+                size_bytes=held.size_bytes,
+            )
+
+
+def _growth(seen: Seen, held: Holding) -> int | None:
+    growth_bytes = seen.evidence.growth_bytes
+    return growth_bytes if growth_bytes and growth_bytes > 0 else held.size_bytes
+
+
+# Evaluation
+
+
+@check
+def evaluation_with_gradients(seen: Seen) -> Iterator[Finding]:
+    """A forward in evaluation mode that builds a graph which no backward uses."""
+    for each in seen.evidence.evaluations:
+        if each.saved_bytes:
+            yield Finding(
+                check="evaluation-with-gradients",
+                what="a forward in evaluation mode saves tensors for a backward that never runs",
+                change="run it under torch.no_grad() or torch.inference_mode()",
+                line=each.line,
+                size_bytes=each.saved_bytes,
+            )
+
+
+@check
+def trained_in_evaluation_mode(seen: Seen) -> Iterator[Finding]:
+    """Training steps with a model in evaluation mode."""
+    for line in seen.evidence.trained_in_evaluation_mode:
+        yield Finding(
+            check="trained-in-evaluation-mode",
+            what="the model trains in evaluation mode: no dropout, and BatchNorm takes its running statistics",
+            change="call model.train() before the step, after each evaluation",
+            line=line,
+        )
+
+
+# Gradients
+
+
+@check
+def gradients_kept(seen: Seen) -> Iterator[Finding]:
+    """Gradients of the step before that are zeroed and still there in the forward."""
+    first = [each for each in seen.evidence.backwards if each.step > 0 and each.gradient_bytes]
+    if first and not any(each.adds_gradients for each in first) and seen.is_large(first[-1].gradient_bytes):
+        yield Finding(
+            check="gradients-kept",
+            what="gradients of the step before take memory during the forward",
+            change="zero_grad(set_to_none=True), the default, after the optimizer's step or before the forward",
+            line=first[-1].line,
+            size_bytes=first[-1].gradient_bytes,
+        )
+
+
+@check
+def gradients_added(seen: Seen) -> Iterator[Finding]:
+    """Gradients that are added to those of earlier steps."""
+    added = [each for each in seen.evidence.backwards if each.step > 0 and each.adds_gradients]
+    if added:
+        yield Finding(
+            check="gradients-added",
+            what="gradients are added to those that the step before has used",
+            change="call optimizer.zero_grad() once for each optimizer step",
+            line=added[-1].line,
+        )
+
+
+@check
+def without_gradient(seen: Seen) -> Iterator[Finding]:
+    """Parameters that the optimizer has, and that get no gradient."""
+    names = seen.evidence.trace.without_gradient
+    if names:
+        yield Finding(
+            check="without-gradient",
+            what=f"{_some(names)} get no gradient, so the optimizer does not train them",
+            change="set requires_grad to False, or use them in the forward",
+        )
+
+
+@check
+def not_optimized(seen: Seen) -> Iterator[Finding]:
+    """Parameters that get gradients, and that no optimizer has."""
+    names = seen.evidence.not_optimized
+    if names:
+        yield Finding(
+            check="not-optimized",
+            what=f"{_some(tuple(names))} get gradients that no optimizer uses",
+            change="give them to the optimizer, or set requires_grad to False",
+            size_bytes=sum(names.values()),
+        )
+
+
+@check
+def graph_retained(seen: Seen) -> Iterator[Finding]:
+    """Backward that keeps what it could free."""
+    lines = dict.fromkeys(each.line for each in seen.evidence.backwards if each.retains_graph)
+    for line in lines:
+        yield Finding(
+            check="graph-retained",
+            what="backward keeps the graph and all saved tensors",
+            change="omit retain_graph=True, or add the losses and call backward once",
+            line=line,
+        )
+
+
+@check
+def not_normalized(seen: Seen) -> Iterator[Finding]:
+    """Gradient accumulation of losses that are not divided by the number of micro-batches."""
+    counts = Counter((each.step, each.line) for each in seen.evidence.backwards)
+    last = {each.line: each.last_node for each in seen.evidence.backwards}
+    for line in dict.fromkeys(line for (_, line), count in counts.items() if count > 1):
+        if not last[line].startswith(("Div", "Mul")):
+            count = max(number for (_, other), number in counts.items() if other == line)
+            yield Finding(
+                check="not-normalized",
+                what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",
+                change=f"(loss / {count}).backward(), if the loss is a mean",
+                line=line,
+            )
+
+
+@check
+def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
+    """Gradients that ranks reduce more than once in a step."""
+    last = max((each.step for each in seen.evidence.backwards), default=0)
+    of_step = [each for each in seen.evidence.backwards if each.step == last]
+    if len(of_step) > 1 and all(each.syncs for each in of_step):
+        yield Finding(
+            check="reduced-in-every-micro-batch",
+            what=f"ranks reduce gradients {len(of_step)} times in a step",
+            change="run all but the last micro-batch under model.no_sync()",
+            line=of_step[0].line,
+        )
+
+
+@check
+def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
+    """BatchNorm under gradient accumulation."""
+    norms = [path for path, name in seen.evidence.trace.module_classes if name.startswith("BatchNorm")]
+    if norms and seen.evidence.micro_batches > 1:
+        yield Finding(
+            check="batch-norm-of-micro-batches",
+            what=f"{_some(norms)} normalise over micro-batches, not over the batch of a step",
+            change="GroupNorm, or a larger micro-batch with activation checkpointing",
+        )
+
+
+# The step's peak
+
+
+@check
+def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
+    """A peak in the optimizer's step, of temporaries."""
+    storages = seen.evidence.trace.storages
+    temporaries = sum(
+        size for index, size in seen.held_at_peak.items() if storages[index].category is Category.TEMPORARIES
+    )
+    if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries):
+        yield Finding(
+            check="optimizer-makes-the-peak",
+            what="the peak is in the optimizer's step, which computes on lists of all parameters at once",
+            change="fused=True, or foreach=False",
+            size_bytes=temporaries,
+        )
+
+
+@check
+def attention_not_fused(seen: Seen) -> Iterator[Finding]:
+    """Attention that saves its weights of tokens × tokens."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for op in seen.last_step:
+        if op.phase is Phase.FORWARD:
+            kinds[op.module].add(op_kind(op.name))
+    modules = {module for module, found in kinds.items() if "_softmax" in found and found & {"bmm", "baddbmm"}}
+    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
+    of_attention = {
+        index: size
+        for index, size in seen.held_at_peak.items()
+        if (made := storages[index].op) is not None
+        and ops[made].module in modules
+        and op_kind(ops[made].name) in ("_softmax", "mul", "div", "native_dropout", "masked_fill", "add", "bmm")
+    }
+    softmax = [ops[storages[index].op or 0] for index in of_attention if "_softmax" in storages[index].label]
+    if softmax and seen.is_large(sum(of_attention.values())):
+        yield Finding(
+            check="attention-not-fused",
+            what=f"attention in {_some(sorted(modules))} saves its weights of all pairs of tokens",
+            change='F.scaled_dot_product_attention; in Transformers attn_implementation="sdpa"',
+            line=softmax[0].line,
+            size_bytes=sum(of_attention.values()),
+        )
+
+
+@check
+def logits_in_the_loss(seen: Seen) -> Iterator[Finding]:
+    """Log-probabilities of a large vocabulary that a loss saves beside the logits."""
+    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
+    found = {
+        index: size
+        for index, size in seen.held_at_peak.items()
+        if (made := storages[index].op) is not None and op_kind(ops[made].name) == "_log_softmax"
+    }
+    if seen.is_large(sum(found.values())):
+        yield Finding(
+            check="logits-in-the-loss",
+            what="the loss saves log-probabilities as large as the logits, and backward makes as many again",
+            change="compute logits and loss in chunks of tokens: a plan's chunked loss, or Liger's fused one",
+            line=ops[storages[next(iter(found))].op or 0].line,
+            size_bytes=sum(found.values()),
+        )
+
+
+# Time
+
+
+@check
+def waits_for_data(seen: Seen) -> Iterator[Finding]:
+    """Steps that wait for a DataLoader."""
+    usual = seen.evidence.step_seconds
+    if usual is None:
+        return
+    waited = median(seen.evidence.data_seconds_after)
+    if waited >= WAITING_FRACTION * usual:
+        none = 0 in seen.evidence.loader_workers
+        which = ", which has no workers" if none else ""
+        yield Finding(
+            check="waits-for-data",
+            what=f"{min(waited / usual, 1):.0%} of a step waits for the DataLoader{which}",
+            change="num_workers=1 or more reads ahead"
+            if none
+            else "more workers, or less work for each sample",
+            seconds=waited,
+        )
+
+
+@check
+def waits_for_values(seen: Seen) -> Iterator[Finding]:
+    """Lines that wait for the GPU in each step."""
+    if seen.evidence.trace.device_kind != "cuda":
+        return
+    steps = max(len(seen.evidence.steps), 1)
+    for line, count in seen.evidence.host_reads.items():
+        if count >= steps:
+            yield Finding(
+                check="waits-for-values",
+                what=f"the host waits for the GPU {round(count / steps)} times a step to read a value",
+                change="read it once in many steps, or accumulate it on the GPU with .detach()",
+                line=line,
+            )
+
+
+@check
+def cache_flushed(seen: Seen) -> Iterator[Finding]:
+    """`empty_cache` in the loop."""
+    for line, count in seen.evidence.cache_flushes.items():
+        if count > 1:
+            yield Finding(
+                check="cache-flushed",
+                what="empty_cache in each step frees nothing that torch could not use again, and waits",
+                change="omit it",
+                line=line,
+            )
+
+
+@check
+def anomaly_detection(seen: Seen) -> Iterator[Finding]:
+    """Anomaly detection is on."""
+    if "anomaly" in seen.evidence.flags:
+        yield Finding(
+            check="anomaly-detection",
+            what="anomaly detection checks every gradient and keeps stacks of the forward",
+            change="torch.autograd.set_detect_anomaly(False) once the fault is found",
+        )
+
+
+@check
+def benchmark_with_changing_shapes(seen: Seen) -> Iterator[Finding]:
+    """cuDNN tries its algorithms again for each new shape."""
+    steps = len(seen.evidence.steps)
+    if "cudnn.benchmark" in seen.evidence.flags and 1 < steps <= seen.evidence.input_shapes:
+        yield Finding(
+            check="benchmark-with-changing-shapes",
+            what=f"cudnn.benchmark tries algorithms for each of {seen.evidence.input_shapes} shapes of inputs",
+            change="pad to a few shapes, or torch.backends.cudnn.benchmark = False",
+        )
+
+
+# How the model is wrapped
+
+
+@check
+def data_parallel(seen: Seen) -> Iterator[Finding]:
+    """`nn.DataParallel`."""
+    if "DataParallel" in seen.evidence.models:
+        yield Finding(
+            check="data-parallel",
+            what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
+            change="DistributedDataParallel, one process for each GPU",
+        )
+
+
+@check
+def checkpoint_without_gradient(seen: Seen) -> Iterator[Finding]:
+    """Reentrant checkpointing of a region whose input needs no gradient."""
+    if seen.evidence.trace.checkpoints_without_gradient:
+        yield Finding(
+            check="checkpoint-without-gradient",
+            what="a checkpointed region whose input needs no gradient gives its parameters none",
+            change="use_reentrant=False, or model.enable_input_require_grads()",
+        )
+
+
+def _some(names: list[str] | tuple[str, ...]) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(each or 'the model itself' for each in names[:3])}{more}"

@@ -1,0 +1,183 @@
+"""The dispatch mode of a watched run: ops run as they are, and are recorded with the memory that they make.
+
+Private torch APIs used here: `torch._C._current_autograd_node`,
+`torch.utils._python_dispatch._get_current_dispatch_mode` (checked: torch 2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from brimful.batches import tensors_in
+from brimful.capture.recording.facts import StepFacts
+from brimful.capture.recording.ledger import StorageLedger
+from brimful.capture.recording.lines import calling_line
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.op_info import OpInfo, describe_op
+from brimful.capture.recording.op_log import OpLog
+from brimful.capture.recording.position import StepPosition
+from brimful.capture.recording.work import work_of
+from brimful.doctor.evidence import Failure
+from brimful.execution.out_of_memory import out_of_memory
+from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
+from brimful.trace import Category, Phase
+
+
+class CalledModules(ModuleCalls):
+    """Follows the module calls of all models, each of which is named when it is called for the first time.
+
+    The paths of the first model have no prefix, those of others begin with their classes. `on_call` is called
+    with each model before it runs, `on_return` after it did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_call: Callable[[nn.Module, Any], None] = lambda _model, _args: None
+        self.on_return: Callable[[nn.Module], None] = lambda _model: None
+        self.models: dict[str, nn.Module] = {}
+        """Models by the prefix of their paths, which keeps them alive while they are watched."""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._stack:
+            if id(module) not in self._names:
+                prefix = type(module).__name__ if self.models else ""
+                self.models.setdefault(prefix, module)
+                self.add(module, prefix)
+            self.on_call(module, args)
+        super()._enter(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(module, args, output)
+        if not self._stack:
+            self.on_return(module)
+
+
+class WatchedOps(TorchDispatchMode):
+    """Records ops and blocks of memory of running code while it is entered.
+
+    `device_type` is "cuda" or "cpu": only its memory is followed. A block holds a parameter, an input and so on
+    as `mark` says; else the phases in which it is made and freed decide.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type, self._process = device_type, os.getpid()
+        self.modules, self.facts = CalledModules(), StepFacts()
+        self.position = StepPosition(host_is_device=device_type == "cpu")
+        self.log = OpLog(self.modules, self.position, located_bytes=0)
+        self.ledger = StorageLedger(self.log.ops, self.facts)
+        self.in_optimizer = self.is_evaluating = False
+        """Whether an optimizer steps, and whether a model runs in evaluation mode without gradients."""
+        self.is_paused = False
+        self.failed: Failure | None = None
+        self.host_reads: dict[str, int] = {}
+        """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
+        self._infos: dict[Any, OpInfo] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def leave(self) -> bool:
+        """Stop recording, if nothing else is on the stack of modes above; whether that was so."""
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)
+        return True
+
+    def begin(self) -> None:
+        """Begin the first step: what is there already is the model, or was made before training."""
+        if self.position.phase is Phase.SETUP:
+            for index in self.ledger.live.values():
+                block = self.ledger.blocks[index]
+                block.category = block.category or Category.OTHER_TENSORS
+            self.position.enter(Phase.FORWARD, 0)
+
+    def mark(self, tensor: Tensor, category: Category, label: str) -> None:
+        """Set what a tensor on the watched device holds, and its name."""
+        if tensor.device.type == self._device_type and not calls_ops_on_parts(type(tensor)):
+            self.ledger.mark(tensor, category, label)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the blocks that live now."""
+        return sum(self.ledger.blocks[index].size_bytes for index in self.ledger.live.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(map(calls_ops_on_parts, types)):
+            return NotImplemented  # the ops on the parts come here again
+        if self.is_paused or os.getpid() != self._process:  # a worker that reads data
+            return func(*args, **kwargs)
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = describe_op(func, ())
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if message := out_of_memory(error):
+                events = len(self.ledger.events)
+                self.failed = Failure(op=info.name, line=calling_line(), message=message, event=events)
+            raise
+        if not info.is_metadata:
+            with torch._C.DisableTorchFunction():
+                self._record(info, func, args, kwargs, out)
+        return out
+
+    def _record(self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._enter_phase()
+        inputs = [each for each in tensors_in((args, kwargs)) if self._is_followed(each)]
+        for tensor in inputs:
+            if self.ledger.index_of(tensor) is None:  # nothing here made it
+                self._note_read(tensor)
+        is_in_step = self.position.phase in (Phase.FORWARD, Phase.BACKWARD) or self._is_after_backward
+        if info.reads_values and inputs and is_in_step:
+            line = calling_line()
+            self.host_reads[line] = self.host_reads.get(line, 0) + 1
+        if info.has_no_cost:
+            return
+        outputs = list(tensors_in(out))
+        op = self.log.add(info, work_of(info, func, args, kwargs, out, inputs, outputs), 0)
+        for tensor in outputs:
+            if self._is_followed(tensor):
+                self.ledger.track(tensor, info.name, op)
+
+    @property
+    def _is_after_backward(self) -> bool:
+        return self.position.phase is Phase.OPTIMIZER and not self.in_optimizer
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device_type and tensor.layout is torch.strided
+
+    def _note_read(self, tensor: Tensor) -> None:
+        shape = "×".join(map(str, tensor.shape)) or "1"
+        line = calling_line()
+        label = f"{shape} {str(tensor.dtype).removeprefix('torch.')}" + (f" read in {line}" if line else "")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        self.ledger.mark(tensor, Category.PARAMETERS if is_parameter else Category.OTHER_TENSORS, label)
+
+    def _enter_phase(self) -> None:
+        """Find the phase: backward runs under an autograd node, clipping after it without gradients."""
+        at, is_backward = self.position, torch._C._current_autograd_node() is not None
+        if is_backward:
+            self.begin()
+            at.phase = Phase.BACKWARD
+        elif at.phase is Phase.SETUP:
+            return
+        elif self.is_evaluating:
+            at.phase = Phase.EVALUATION
+        elif self.in_optimizer or (
+            at.phase in (Phase.BACKWARD, Phase.OPTIMIZER) and not torch.is_grad_enabled()
+        ):
+            at.phase = Phase.OPTIMIZER
+        else:
+            at.micro_batch += at.phase is Phase.BACKWARD
+            at.phase = Phase.FORWARD

@@ -1,0 +1,74 @@
+"""A script or a module, run as Python runs it, and watched."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from brimful.doctor.evidence import Evidence
+from brimful.doctor.watch import Watch
+from brimful.errors import UsageError
+from brimful.utils.files import is_file
+
+_HERE = str(Path(__file__).parent)
+_RUNNERS = (_HERE, runpy.__file__, "<frozen runpy>")
+"""Files whose frames are not the script's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRun:
+    """How a script ended, and what was seen of it."""
+
+    evidence: Evidence
+    exit_status: int
+    """As Python would exit: 0, what `sys.exit` was given, or 1 for an error, which is printed."""
+    is_interrupted: bool
+    """Whether Ctrl-C ended it."""
+
+
+def run_script(
+    target: str, arguments: Sequence[str], *, steps: int, is_module: bool = False, eager: bool = False
+) -> ScriptRun:
+    """Run a script, or a module as `python -m` does, in this process, and watch its first optimizer steps.
+
+    `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`. UsageError if there is no such
+    file.
+    """
+    if not is_module and not is_file(Path(target)):
+        raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
+    sys.argv = [target, *arguments]
+    sys.path[0] = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
+    status, is_interrupted = 0, False
+    with Watch(steps, eager=eager) as watch:
+        try:
+            if is_module:
+                runpy.run_module(target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(target, run_name="__main__")
+        except SystemExit as end:
+            status = _status(end)
+        except BaseException as error:
+            status, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+            _show(error)
+    return ScriptRun(evidence=watch.evidence(), exit_status=status, is_interrupted=is_interrupted)
+
+
+def _status(end: SystemExit) -> int:
+    """The exit status that Python gives a SystemExit, whose text it prints."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """Print a traceback as Python does, from the script's own frames on."""
+    first: TracebackType | None = error.__traceback__
+    while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
+        first = first.tb_next
+    traceback.print_exception(type(error), error, first or error.__traceback__)

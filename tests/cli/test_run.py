@@ -1,0 +1,120 @@
+"""`brimful run`, as a user types it: the script's own output, status and results, and what was seen of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import hashlib, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Rows(TensorDataset):
+    pass
+
+
+def main():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.1), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(net.parameters())
+    rows = Rows(torch.randn(320, 16), torch.randint(0, 4, (320,)))
+    loader = DataLoader(rows, 32, shuffle=True, num_workers=1)
+    total = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        total = total + loss
+    weights = b"".join(each.detach().numpy().tobytes() for each in net.parameters())
+    print(hashlib.sha256(weights).hexdigest(), float(total), sys.argv[1:], __name__)
+    sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def ran(folder: Path, *command: str, **options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_script_prints_computes_and_exits_as_it_does_alone(folder: Path) -> None:
+    alone = ran(folder, "train.py", "3", "--device=cpu")
+    watched = ran(folder, "-m", "brimful", "run", "train.py", "3", "--device=cpu")
+    assert watched.stdout == alone.stdout
+    assert "['3', '--device=cpu'] __main__" in watched.stdout
+    assert watched.returncode == alone.returncode == 3
+    assert "watched 3 optimizer steps on cpu" in watched.stderr
+    assert "train.py:24: total keeps the graphs of earlier steps" in watched.stderr
+
+
+def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
+    alone = ran(folder, "-m", "train", "0")
+    watched = ran(folder, "-m", "brimful", "run", "-m", "train", "0")
+    assert watched.stdout == alone.stdout
+    assert watched.returncode == alone.returncode == 0
+
+
+def test_what_was_seen_is_written_as_json(folder: Path) -> None:
+    ran(folder, "-m", "brimful", "run", "--steps", "2", "--output", "seen.json", "train.py")
+    seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
+    assert seen["steps"] == 2
+    parameters_bytes = (16 * 64 + 64 + 64 * 4 + 4) * 4
+    assert seen["categories"]["parameters"] == parameters_bytes
+    assert {each["check"] for each in seen["findings"]} >= {"history-kept"}
+    assert sum(seen["categories"].values()) == seen["peak_bytes"]
+
+
+def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "def main():\n    raise ValueError('no')\n\n\nmain()\n", encoding="utf-8"
+    )
+    alone = ran(tmp_path, str(tmp_path / "broken.py"))
+    watched = ran(tmp_path, "-m", "brimful", "run", str(tmp_path / "broken.py"))
+    assert watched.returncode == alone.returncode == 1
+    assert watched.stderr.startswith(alone.stderr)
+    assert "the script made no tensor" in watched.stderr
+
+
+def test_there_is_no_such_script(tmp_path: Path) -> None:
+    watched = ran(tmp_path, "-m", "brimful", "run", "none.py")
+    assert watched.returncode == 2
+    assert "there is no file none.py" in watched.stderr
+
+
+def test_ctrl_c_ends_the_script_and_shows_what_was_seen(folder: Path) -> None:
+    text = SCRIPT.replace(
+        "    weights =", "    print('ready', flush=True)\n    import time; time.sleep(60)\n    weights ="
+    )
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "brimful", "run", "train.py"]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    assert "watched 3 optimizer steps" in errors

@@ -1,0 +1,329 @@
+"""Each check finds the fault that is planted for it, with its line, and is silent without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from brimful.doctor import Watch
+from brimful.doctor.findings import CHECKS, Finding, findings
+
+WIDTH = 32
+
+
+class Net(nn.Module):
+    def __init__(self, *, unused: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.head = nn.Linear(WIDTH, 4)
+        self.unused = nn.Linear(2, 2) if unused else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(self.body(x)))
+        return scores
+
+
+def data(steps: int = 8, samples: int = 256) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(steps):
+        yield torch.randn(samples, WIDTH), torch.randint(0, 4, (samples,))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def history(faulty: bool) -> None:
+    model, total = Net(), torch.zeros(())
+    optimizer = sgd(model)
+    for x, y in data():
+        loss = step(model, optimizer, x, y)
+        total = total + (loss if faulty else loss.detach())
+
+
+def outputs(faulty: bool) -> None:
+    model, seen = Net(), []
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+        seen.append(x) if faulty else seen.append(x.mean().item())
+
+
+def kept(faulty: bool) -> None:
+    model = nn.Linear(WIDTH, 64 * WIDTH)
+    optimizer = sgd(model)
+    for x, _ in data():
+        optimizer.zero_grad()
+        scores = model(x)
+        scores.square().mean().backward()
+        if not faulty:
+            del scores
+        optimizer.step()
+
+
+def evaluation(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+    model.eval()
+    with torch.set_grad_enabled(faulty):
+        model(next(data())[0])
+
+
+def evaluation_within(faulty: bool) -> None:
+    model, teacher = Net(), Net()
+    teacher.eval()
+    optimizer = sgd(model)
+    for x, _ in data():
+        with torch.set_grad_enabled(faulty):
+            target = teacher(x).softmax(-1).detach()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+
+
+def mode(faulty: bool) -> None:
+    model = Net(norm=True)
+    model.train(not faulty)
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+
+
+def gradients(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data(samples=8):
+        optimizer.zero_grad(set_to_none=not faulty)
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def added(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if not faulty:
+            optimizer.zero_grad()
+
+
+def unused(faulty: bool) -> None:
+    model = Net(unused=faulty)
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+
+
+def forgotten(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model.body) if faulty else sgd(model)
+    for x, y in data():
+        model.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def retained(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward(retain_graph=faulty)
+        optimizer.step()
+
+
+def accumulated(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for x, y in data(4):
+            loss = functional.cross_entropy(model(x), y)
+            (loss if faulty else loss / 4).backward()
+        optimizer.step()
+
+
+def normalised(faulty: bool) -> None:
+    model = Net(norm=faulty)
+    optimizer = sgd(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for x, y in data(4):
+            (functional.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+
+
+def foreach(faulty: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=faulty, fused=None if faulty else True)
+    for x, y in data(samples=4):
+        step(model, optimizer, x, y)
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.project, self.fused = nn.Linear(WIDTH, 3 * WIDTH), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).chunk(3, -1)
+        if self.fused:
+            return functional.scaled_dot_product_attention(q, k, v)
+        return torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+
+
+def attention(faulty: bool) -> None:
+    model = Attention(not faulty)
+    optimizer = sgd(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(4, 128, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def logits(faulty: bool) -> None:
+    model = nn.Linear(WIDTH, 4096 if faulty else 2)
+    optimizer = sgd(model)
+    for x, _ in data():
+        step(model, optimizer, x, torch.zeros(len(x), dtype=torch.long))
+
+
+class Slow(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+def loading(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    held = (torch.randn(96, WIDTH), torch.zeros(96, dtype=torch.long))
+    batches = DataLoader(Slow(*held), batch_size=8) if faulty else [[each[:8] for each in held]] * 12
+    for x, y in batches:
+        step(model, optimizer, x, y)
+
+
+def flushed(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+        if faulty:
+            torch.cuda.empty_cache()
+
+
+def anomaly(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with torch.autograd.set_detect_anomaly(faulty):
+        for x, y in data():
+            step(model, optimizer, x, y)
+
+
+def benchmark(faulty: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 2))
+    optimizer = sgd(model)
+    torch.backends.cudnn.benchmark = True
+    try:
+        for number in range(8):
+            step(model, optimizer, torch.randn(4, 1, 16 + faulty * number), torch.zeros(4, dtype=torch.long))
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def parallel(faulty: bool) -> None:
+    model = nn.DataParallel(Net()) if faulty else Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        step(model, optimizer, x, y)
+
+
+def checkpointed(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        optimizer.zero_grad()
+        hidden = checkpoint(model.body, x, use_reentrant=faulty)
+        functional.cross_entropy(model.head(hidden), y).backward()
+        del hidden
+        optimizer.step()
+
+
+PLANTED: dict[str, Callable[[bool], None]] = {
+    "history-kept": history,
+    "container-grows": outputs,
+    "intermediate-kept": kept,
+    "evaluation-with-gradients": evaluation,
+    "trained-in-evaluation-mode": mode,
+    "gradients-kept": gradients,
+    "gradients-added": added,
+    "without-gradient": unused,
+    "not-optimized": forgotten,
+    "graph-retained": retained,
+    "not-normalized": accumulated,
+    "batch-norm-of-micro-batches": normalised,
+    "optimizer-makes-the-peak": foreach,
+    "attention-not-fused": attention,
+    "logits-in-the-loss": logits,
+    "waits-for-data": loading,
+    "cache-flushed": flushed,
+    "anomaly-detection": anomaly,
+    "benchmark-with-changing-shapes": benchmark,
+    "data-parallel": parallel,
+    "checkpoint-without-gradient": checkpointed,
+}
+
+
+def seen_in(run: Callable[[bool], None], *, faulty: bool) -> tuple[Finding, ...]:
+    torch.manual_seed(0)
+    with Watch() as watch:
+        run(faulty)
+    return findings(watch.evidence())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:Anomaly Detection")
+@pytest.mark.parametrize("check", PLANTED)
+def test_a_planted_fault_is_found(check: str) -> None:
+    found = [each for each in seen_in(PLANTED[check], faulty=True) if each.check == check]
+    assert len(found) == 1
+    assert found[0].what
+    assert found[0].change
+    if found[0].line:
+        assert "test_findings.py:" in found[0].line
+
+
+@pytest.mark.parametrize("check", PLANTED)
+def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
+    assert [each.check for each in seen_in(PLANTED[check], faulty=False)] == []
+
+
+def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
+    (found,) = seen_in(evaluation_within, faulty=True)
+    assert found.check == "evaluation-with-gradients"
+    assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4) * 4  # of ReLU and of the two last layers
+    assert seen_in(evaluation_within, faulty=False) == ()
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    named = {function.__name__ for function in CHECKS}
+    of_ranks_or_gpus = {"reduced_in_every_micro_batch", "waits_for_values"}
+    assert len(named) - len(of_ranks_or_gpus) == len(PLANTED)
