@@ -69,6 +69,8 @@ class Evidence:
     """All ops so far and their memory; setup is what ran before the first training forward."""
     steps: tuple[StepEnd, ...]
     """Ends of the recorded optimizer steps."""
+    held_in_forward: Mapping[str, Holding]
+    """What names of the user's code hold when the last recorded step begins its first forward."""
     seconds_after: tuple[float, ...]
     """Times of the steps after those, which ran unwatched."""
     data_seconds_after: tuple[float, ...]

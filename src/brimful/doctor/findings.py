@@ -145,8 +145,8 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
 @check
 def intermediate_kept(seen: Seen) -> Iterator[Finding]:
     """A variable that keeps a large result of the forward until the next one has replaced it."""
-    for held, _ in seen.lasting:
-        if held.has_graph and not held.reaches_back and held.count == 1 and seen.is_large(held.size_bytes):
+    for held in seen.evidence.held_in_forward.values():
+        if held.has_graph and held.count == 1 and seen.is_large(held.size_bytes):
             yield Finding(
                 check="intermediate-kept",
                 what=f"{held.name} lives on through the next forward, beside the one that replaces it",

@@ -114,6 +114,20 @@ def _line(file: str, name: str) -> str:
     return shown
 
 
+def leaves_of(node: Any) -> list[Tensor]:
+    """The leaves that a graph gives gradients, such as parameters."""
+    left, seen, leaves = [node], set[Any](), []
+    while left:
+        each = left.pop()
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        if (variable := getattr(each, "variable", None)) is not None:
+            leaves.append(variable)
+        left += [following for following, _ in each.next_functions]
+    return leaves
+
+
 def _reaches_back(graphs: list[Any], first_node: int) -> bool:
     """Whether graphs have a node that an earlier step made."""
     left, seen = list(graphs), set[Any]()

@@ -25,7 +25,7 @@ def watched_report(evidence: Evidence) -> Report:
     heading = f"watched {count} optimizer step{'s' if count != 1 else ''} on {evidence.trace.device_kind}"
     if evidence.compiled:
         text = (
-            f"{evidence.compiled} calls torch.compile: recording ended there, as compiled code would change. "
+            f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
             "--eager runs it eagerly in the recorded steps, which rounds otherwise."
         )
         return Report(heading=heading, parts=(Remark("note", text),))

@@ -1,6 +1,7 @@
 """Watching a run: its first optimizer steps are recorded, the next ones only timed, then it is left alone.
 
-Private torch API used here: `torch.utils.data.dataloader._BaseDataLoaderIter` (checked: torch 2.13, 2.11).
+Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
+`torch._dynamo.eval_frame._callback_from_stance` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -24,7 +26,7 @@ from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.lines import calling_line
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Backward, Evaluation, Evidence, StepEnd
-from brimful.doctor.names import held_by_names
+from brimful.doctor.names import Holding, held_by_names, leaves_of
 from brimful.doctor.recording import WatchedOps
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
@@ -38,7 +40,7 @@ class Watch:
     """Watches a run while it is entered; `evidence` is what it saw.
 
     Ops run as they are: what the run computes, draws and prints stays the same. So nothing is recorded once it
-    calls `torch.compile`, unless `eager` runs compiled code eagerly in the recorded steps, which rounds
+    calls compiled code, unless `eager` runs compiled code eagerly in the recorded steps, which rounds
     otherwise.
     """
 
@@ -64,6 +66,11 @@ class Watch:
         self._in_evaluation_mode: dict[str, None] = {}
         self._not_optimized: dict[str, int] = {}
         self._cache_flushes: dict[str, int] = {}
+        self._held_in_forward: dict[str, Holding] = {}
+        self._is_first_call = False
+        """Whether the next training forward is the first after a step."""
+        self._reached: set[int] = set()
+        """Parameters that a backward of this step has reached."""
         self._workers: dict[int, int] = {}
         self._flags: dict[str, None] = {}
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
@@ -125,6 +132,7 @@ class Watch:
             input_shapes=len(self._shapes),
             backwards=tuple(self._backwards),
             host_reads=dict(ops.host_reads),
+            held_in_forward=self._held_in_forward,
             compiled=self._compiled,
             failed=ops.failed,
             measured_peak_bytes=torch.cuda.max_memory_allocated() if self._device_type == "cuda" else None,
@@ -147,6 +155,9 @@ class Watch:
             return
         self._ops.begin()
         self._bytes_before_call = self._ops.live_bytes
+        if self._is_first_call:
+            self._is_first_call = False
+            self._held_in_forward = held_by_names(sys._getframe(), self._first_node)
         inputs = [
             each for each in tensors_in(args) if not isinstance(each, nn.Parameter) and not each.requires_grad
         ]
@@ -182,13 +193,12 @@ class Watch:
 
     def _note_backward(self, losses: list[Any], retains_graph: bool) -> None:
         models = self._ops.modules.models.values()
-        gradients = {
-            id(p): p.grad for model in models for p in model.parameters() if p.grad is not None
-        }.values()
         node = losses[0].grad_fn if losses else None
-        is_first = not any(each.step == self._ops.position.step for each in self._backwards)
+        leaves = [leaf for leaf in leaves_of(node) if id(leaf) not in self._reached]
+        self._reached.update(map(id, leaves))
+        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._ops.is_paused = True
-        adds_gradients = is_first and any(bool(each.any()) for each in gradients)
+        adds_gradients = any(bool(each.any()) for each in gradients)
         self._ops.is_paused = False
         self._backwards.append(
             Backward(
@@ -197,7 +207,7 @@ class Watch:
                 last_node="" if node is None else node.name(),
                 retains_graph=retains_graph,
                 syncs=any(getattr(model, "require_backward_grad_sync", False) for model in models),
-                gradient_bytes=sum(each.nbytes for each in gradients) if is_first else 0,
+                gradient_bytes=sum(each.nbytes for each in gradients),
                 adds_gradients=adds_gradients,
             )
         )
@@ -209,16 +219,18 @@ class Watch:
 
     @contextmanager
     def _heeding_compilation(self) -> Iterator[None]:
-        """Run compiled code eagerly, or record no more when something is compiled."""
-        compile_ = torch.compile
-
-        def noted(*args: Any, **named: Any) -> Any:
-            self._compiled = self._compiled or calling_line() or "torch.compile"
-            self._stop()
-            return compile_(*args, **named)
-
-        with torch.compiler.set_stance("force_eager") if self._eager else replaced(torch, "compile", noted):
+        """Run compiled code eagerly, or record no more when some is called."""
+        with ExitStack() as stack:
+            if self._eager:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            else:
+                stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
             yield
+
+    def _stop_before_compiled_code(self) -> None:
+        if self._is_recording:
+            self._compiled = calling_line() or "the script"
+            self._stop()
 
     @contextmanager
     def _noting_cache_flushes(self) -> Iterator[None]:
@@ -302,6 +314,8 @@ class Watch:
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
         self._calls.clear()
         self._waited = 0.0
+        self._reached.clear()
+        self._is_first_call = True
         at.step, at.micro_batch, at.phase = at.step + 1, 0, Phase.OPTIMIZER
         self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
@@ -319,6 +333,9 @@ class Watch:
     def _join_first_steps(self) -> None:
         """Take what seemed the end of the first step for a part of it: another optimizer steps too."""
         end, ops = self._ends.pop(), self._ops.log.ops
+        self._backwards = [replace(each, step=0) for each in self._backwards]
+        self._stepped = {*self._optimizers}
+        self._held_in_forward = {}
         self._began = None
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
@@ -343,3 +360,38 @@ class Watch:
             for prefix, model in reversed([*models])
             for name, parameter in model.named_parameters()
         }
+
+
+def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before compiled code is called; returns what ends that.
+
+    Where torch's compiler is not loaded yet, `torch.compile` loads it. Its code calls `_callback_from_stance`
+    before each call of compiled code, and with None or False for what is not to be compiled.
+    """
+    ends = ExitStack()
+
+    def follow() -> None:
+        from torch._dynamo import eval_frame
+
+        chosen: Callable[[Any], Any] = eval_frame._callback_from_stance
+
+        def noted(callback: Any) -> Any:
+            if callback is not None and callback is not False:
+                function()
+            return chosen(callback)
+
+        ends.enter_context(replaced(eval_frame, "_callback_from_stance", noted))
+
+    def loading(*args: Any, **named: Any) -> Any:
+        found = compile_(*args, **named)
+        if not is_followed and "torch._dynamo.eval_frame" in sys.modules:
+            is_followed.append(True)
+            follow()
+        return found
+
+    compile_, is_followed = torch.compile, list[bool]()
+    if "torch._dynamo.eval_frame" in sys.modules:
+        follow()
+    else:
+        ends.enter_context(replaced(torch, "compile", loading))
+    return ends.close

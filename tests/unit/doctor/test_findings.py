@@ -323,6 +323,45 @@ def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     assert seen_in(evaluation_within, faulty=False) == ()
 
 
+def test_two_optimizers_of_one_loop_make_one_step_without_findings() -> None:
+    """A discriminator's gradients of the generator's backward are cleared before its own."""
+    generator, critic = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+    both = sgd(generator), sgd(critic)
+    with Watch() as watch:
+        for _ in range(8):
+            made = generator(torch.randn(64, 8))
+            both[1].zero_grad()
+            (critic(torch.randn(64, WIDTH)).mean() - critic(made.detach()).mean()).backward()
+            both[1].step()
+            both[0].zero_grad()
+            critic(made).mean().backward()
+            both[0].step()
+            del made
+    evidence = watch.evidence()
+    assert len(evidence.steps) == 3
+    assert evidence.micro_batches == 2
+    assert {each.step for each in evidence.backwards} == {0, 1, 2}
+    assert findings(evidence) == ()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_recording_ends_before_compiled_code_is_called() -> None:
+    model = Net()
+    called: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    optimizer = sgd(model)
+    with Watch() as watch:
+        step(model, optimizer, *next(data()))
+        step(called, optimizer, *next(data()))
+    evidence = watch.evidence()
+    assert len(evidence.steps) == 1
+    assert "test_findings.py:" in evidence.compiled
+    with Watch(eager=True) as watch:
+        for _ in range(3):
+            step(called, optimizer, *next(data()))
+    assert len(watch.evidence().steps) == 3
+    assert not watch.evidence().compiled
+
+
 def test_every_check_has_a_planted_fault() -> None:
     named = {function.__name__ for function in CHECKS}
     of_ranks_or_gpus = {"reduced_in_every_micro_batch", "waits_for_values"}
