@@ -49,7 +49,8 @@ class GenerationCapture:
 
         def run(model: nn.Module, batch: Batch, recorder: Recorder) -> Recorded:
             noted.append(_Forwards(recorder, self.forwards))
-            with noted[-1].of(model), _beams_go_on(model):
+            generator = _generator(model)
+            with noted[-1].of(generator), _beams_go_on(generator):
                 self._generate(model, batch)
             return noted[-1].recorded or recorded_by(recorder)
 
@@ -84,6 +85,11 @@ def check_generates(model: Any, job: str) -> None:
             "transformers. Give a causal language model or an encoder-decoder, such as gpt2, llama-3.2-1b or "
             "t5-small, or leave new_tokens (--new-tokens) out to predict a training step."
         )
+
+
+def _generator(model: nn.Module) -> nn.Module:
+    """The model whose forwards `generate` calls: of peft's, the one with the adapters."""
+    return next((each for each in model.modules() if hasattr(type(each), "can_generate")), model)
 
 
 class _EnoughError(Exception):
@@ -125,8 +131,7 @@ class _Forwards:
 def _beams_go_on(model: nn.Module) -> Any:
     """Let a search of beams go on: whether better ones can come depends on scores, which are not known."""
     name = "_beam_search_has_unfinished_sequences"
-    owners = (kind for module in model.modules() for kind in type(module).__mro__ if name in vars(kind))
-    owner = next(owners, None)
+    owner = next((kind for kind in type(model).__mro__ if name in vars(kind)), None)
     return nullcontext() if owner is None else replaced(owner, name, staticmethod(lambda *_, **__: True))
 
 
