@@ -106,16 +106,15 @@ class Generation:
     capacity_bytes: int
     allocator: AllocatorSettings
 
-    def played(self, micro_batch_size: int, *, capacity_bytes: int | None = None) -> GenerationReplay:
-        """The generation of one size in the memory of the device, without limit if no capacity is given."""
-        return self.forwards_of(micro_batch_size).play(
-            self.new_tokens, self.device.kind, allocator=self.allocator, capacity_bytes=capacity_bytes
-        )
-
-    def at_capacity(self, micro_batch_size: int) -> GenerationReplay:
-        """The generation of one size in what the capacity leaves beside the context."""
+    def played(self, micro_batch_size: int, *, is_limited: bool = False) -> GenerationReplay:
+        """The generation of one size, without limit or in what the capacity leaves beside the context."""
         reservable_bytes = max(self.capacity_bytes - self.device.context_bytes, 0)
-        return self.played(micro_batch_size, capacity_bytes=reservable_bytes)
+        return self.forwards_of(micro_batch_size).play(
+            self.new_tokens,
+            self.device.kind,
+            allocator=self.allocator,
+            capacity_bytes=reservable_bytes if is_limited else None,
+        )
 
     def interval(self, replay: GenerationReplay) -> tuple[int, int]:
         """The least and the most on the device; on a CPU, what is allocated."""
@@ -170,7 +169,7 @@ def predict_generation(
 ) -> GenerationEstimate:
     """Predict the memory of a generation for one micro-batch size, and the largest that fits."""
     forwards = generation.forwards_of(micro_batch_size)
-    limited = generation.at_capacity(micro_batch_size)
+    limited = generation.played(micro_batch_size, is_limited=True)
     is_untouched = not (limited.is_out_of_memory or limited.cache_flushes)
     free = limited if is_untouched else generation.played(micro_batch_size)
     shown = free if limited.is_out_of_memory else limited
