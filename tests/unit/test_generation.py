@@ -20,6 +20,7 @@ from brimful.profiling.cpu_memory import record_cpu_memory
 from brimful.profiling.peak import peak_of_cpu
 from brimful.profiling.residents import resident_storages
 from brimful.settings import Settings
+from brimful.utils.quantities import format_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -201,3 +202,28 @@ def test_a_batch_without_tokens_is_refused() -> None:
     job = replace(gpt2(), count=None, batch=lambda samples: {"x": torch.zeros(samples, 3)})
     with pytest.raises(UsageError, match="no input_ids"):
         estimate_generation(job, GPU, new_tokens=4)
+
+
+def test_unsteady_forwards_are_all_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = estimate_generation(gpt2(), GPU, new_tokens=NEW, micro_batch_size=2)
+    counts: list[int] = []
+    whole = GenerationCapture.__call__
+
+    def counted(self: GenerationCapture, settings: Settings) -> Any:
+        counts.append(self.forwards)
+        return whole(self, settings)
+
+    monkeypatch.setattr(GenerationCapture, "__call__", counted)
+    monkeypatch.setattr(GrowingForwards, "is_steady", property(lambda _: False))
+    assert estimate_generation(gpt2(), GPU, new_tokens=NEW, micro_batch_size=2) == few
+    assert counts[-1] == NEW
+
+
+def test_a_note_says_what_gaps_reserve_and_that_segments_which_expand_have_fewer() -> None:
+    job, asked = gpt2(), {"new_tokens": 200, "num_beams": 4, "micro_batch_size": 64}
+    found = estimate_generation(job, GPU, **asked)
+    expandable = estimate_generation(job, GPU, **asked, allocator="expandable_segments:True")
+    assert found.predicted_peak_reserved_bytes > 1.25 * found.predicted_peak_allocated_bytes
+    assert expandable.predicted_peak_reserved_bytes < found.predicted_peak_reserved_bytes
+    assert format_bytes(expandable.predicted_peak_reserved_bytes) in found.notes[-1]
+    assert expandable.notes == ()
