@@ -14,6 +14,7 @@ BENCHMARKS = (
     "cpu_truth.py",
     "cpu_zoo.py",
     "cpu_job_zoo.py",
+    "generation.py",
     "published.py",
     "published_names.py",
     "models_by_name.py",

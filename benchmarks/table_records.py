@@ -167,6 +167,20 @@ def published_names(result: Record) -> Record:
     return {"rows": rows}
 
 
+def generation(result: Record) -> Record:
+    """Generations on a CPU, with the largest differences in bytes."""
+    rows = [
+        row | {"beams": "greedy" if row["num_beams"] == 1 else f"{row['num_beams']} beams"}
+        for row in result["rows"]
+    ]
+
+    def largest(what: str) -> int:
+        return max(abs(row[f"predicted_{what}_bytes"] - row[f"measured_{what}_bytes"]) for row in rows)
+
+    summary = {"cases": len(rows), "largest": largest("peak"), "largest_of_last": largest("last_step")}
+    return {"rows": rows, "summary": summary}
+
+
 def cpu_zoo(result: Record) -> Record:
     """Architectures that are more than 1 % off."""
     rows = []
@@ -450,7 +464,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
-        *(guides, published_names),
+        *(guides, published_names, generation),
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )

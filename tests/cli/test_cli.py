@@ -159,6 +159,29 @@ def test_estimate_json_has_exactly_the_documented_keys(folder: Path) -> None:
     assert sum(document["breakdown"].values()) == document["predicted_peak_allocated_bytes"]
 
 
+GENERATION_KEYS = {
+    *("job", "device", "verdict", "prompt_tokens", "new_tokens", "num_beams", "micro_batch_size", "precision"),
+    *("capacity_bytes", "predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes"),
+    *("predicted_peak_device_bytes", "predicted_device_interval_bytes", "is_out_of_memory", "cache_flushes"),
+    *("weights_bytes", "cache_bytes", "cache_bytes_per_token", "phases", "peak_phase"),
+    *("largest_micro_batch_size", "context_source", "torch_version", "uncertain_ops", "notes"),
+}
+
+
+def test_the_memory_of_a_generation_is_predicted(folder: Path) -> None:
+    asked = ("estimate", "gpt2", "--set", "num_hidden_layers=1", "--seq-len", "16", "--new-tokens", "8")
+    done = brimful(folder, *asked, "--beams", "2", "--micro-batch-size", "3", "--device", "T4", "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, set(document)) == (0, GENERATION_KEYS)
+    assert set(document["phases"][0]) == {
+        *("name", "token", "predicted_peak_allocated_bytes", "cache_bytes", "module", "op"),
+    }
+    assert document["cache_bytes"] == 2 * 768 * 4 * (16 + 8 - 1) * 2 * 3
+    shown = brimful(folder, *asked, "--device", "T4", "--budget", "100MiB")
+    assert shown.returncode == 1
+    assert all(word in shown.stdout for word in ("does not fit", "prefill", "last decoding step", "greedy"))
+
+
 def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
     done = brimful(
         folder, "plan", "mine:job", "--device", "RTX 3090", "--global-batch-size", "8", "--json",
@@ -396,6 +419,15 @@ def test_what_libraries_warn_of_at_import_is_not_shown(folder: Path) -> None:
     ("arguments", "status", "words"),
     [
         (["estimate", "mine:job", "--device", "RTX 3900"], 2, ["unknown device", "RTX 3090"]),
+        (["estimate", "mine:job", "--device", "T4", "--new-tokens", "4"], 2, ["Sequential", "t5-small"]),
+        (["estimate", "gpt2", "--new-tokens", "4", "--largest"], 2, ["--new-tokens", "--largest"]),
+        (
+            ["estimate", "gpt2", "--new-tokens", "4", "--recompute", "all"],
+            2,
+            ["no training step", "--recompute"],
+        ),
+        (["estimate", "gpt2", "--new-tokens", "4", "--epochs", "1"], 2, ["no training step", "--epochs"]),
+        (["estimate", "mine:job", "--device", "T4", "--beams", "4"], 2, ["--beams", "--new-tokens"]),
         (["estimate", "bert-lrge", "--device", "T4"], 2, ["unknown model", "bert-large"]),
         (["estimate", "mine:jab", "--device", "T4"], 2, ["jab", "job"]),
         (["estimate", "mine:job", "--device", "T4", "--optimizer", "adamv"], 2, ["adamw"]),
@@ -566,6 +598,7 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
         "--chunked-loss", "--offload-activations", "--optimizer-in-backward", "--offload-optimizer",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+        "--new-tokens", "--beams",
         "--prices", *LENGTH,
     ],
     "compare": [

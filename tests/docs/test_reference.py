@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def job() -> bf.Job:
 def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
     from brimful.api import largest, largest_plan
     from brimful.codec import to_json_document
+    from brimful.prediction import GenerationEstimate
     from brimful.report import (
         error_document,
         estimate_document,
@@ -79,7 +81,8 @@ def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
     estimate = bf.estimate(job, "T4", micro_batch_size=8)
     sized = of_size_1(job)
     of_largest = largest_estimate_document(largest(sized, "T4"), "layers")["largest_value"]
-    assert keys("brimful estimate") == [set(estimate_document(estimate)), set(of_largest)]
+    of_generation = {*(field.name for field in fields(GenerationEstimate)), "verdict"}
+    assert keys("brimful estimate") == [set(estimate_document(estimate)), of_generation, set(of_largest)]
     document = gpus_document("job", 8, bf.gpus(job, global_batch_size=8, devices=["T4"]))
     of_gpu = document["gpus"][0]
     assert keys("brimful gpus") == [set(document), set(of_gpu), set(of_gpu["usual"])]

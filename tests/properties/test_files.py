@@ -24,8 +24,9 @@ from brimful.memory import AllocatorSettings, AllocatorWhatIf, FailedAllocation,
 from brimful.options import PlanOptions
 from brimful.planner import Alternative, GpuFit, JobSource, Plan, PlanCheck
 from brimful.planner.plan import BudgetPoint
-from brimful.prediction import Estimate
+from brimful.prediction import Estimate, GenerationEstimate
 from brimful.prediction.estimate import PhasePeak
+from brimful.prediction.generation import GenerationPeak
 from brimful.profiling.calibrate import Calibration
 from brimful.profiling.cuda_context import KeptContext
 from brimful.recipes.pretrained import RecipeRun
@@ -212,7 +213,7 @@ WRITTEN_AND_READ = (
 )
 WRITTEN_ALONE = (
     *(Estimate, PhasePeak, HeldStorage, ModuleShare, FailedAllocation, AllocatorWhatIf, Correction),
-    *(GpuFit, PlanCheck, WholeRun),
+    *(GpuFit, PlanCheck, WholeRun, GenerationEstimate, GenerationPeak),
 )
 """Printed for users and programs; brimful reads none of them."""
 

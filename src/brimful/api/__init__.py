@@ -10,6 +10,7 @@ each function hands the output of one stage to the next. Start reading at `plans
 from brimful.api.comparisons import check_is_here, compare, measured_comparison
 from brimful.api.estimates import capture_trace, estimate, gpus
 from brimful.api.exports import export
+from brimful.api.generation import estimate_generation
 from brimful.api.largest import largest, largest_micro_batch, largest_plan
 from brimful.api.plans import check_plan, plan
 from brimful.api.runs import apply, fit, measure, prepare, verify
@@ -31,6 +32,7 @@ __all__ = [
     "check_plan",
     "compare",
     "estimate",
+    "estimate_generation",
     "export",
     "fit",
     "gpus",

@@ -130,8 +130,8 @@ def estimate(
         SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
-    capacity_bytes = _capacity_bytes(job, device, target, budget)
-    of_allocator = _parse_allocator(allocator)
+    capacity_bytes = capacity_bytes_of(job, device, target, budget)
+    of_allocator = allocator_of(allocator)
     if settings is None:
         chosen = replace(
             _settings(target, gradient_accumulation_steps, precision, optimizer),
@@ -523,7 +523,7 @@ def _settings(
     return settings
 
 
-def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | float | None) -> int | None:
+def capacity_bytes_of(job: Job, device: DeviceLike, target: Device, budget: str | float | None) -> int | None:
     """The bytes to judge against: the budget, else what is free on a GPU of this machine; None: all it has.
 
     Warns of what others hold, and of a GPU that no build of torch has kernels for.
@@ -634,5 +634,6 @@ def _refuse_beside_settings(**given: bool) -> None:
         raise UsageError(f"settings say how the step runs; give {', '.join(named)} in them.")
 
 
-def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:
+def allocator_of(allocator: str | AllocatorSettings) -> AllocatorSettings:
+    """The allocator's settings, from a text as in PYTORCH_ALLOC_CONF."""
     return allocator if isinstance(allocator, AllocatorSettings) else AllocatorSettings.parse(allocator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from brimful.capture.libraries import (
     nothing_is_saved,
     quantised_weights_known,
 )
-from brimful.capture.marks import input_mover, mark_input
+from brimful.capture.marks import input_mover, mark_batch, mark_input, mark_model
 from brimful.capture.own_loop import run_loop
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
@@ -164,6 +164,25 @@ class CaptureSession:
     def cpu_is_device_after_all(self) -> bool:
         """Whether code calls its device "cpu", while what it moved there was put on the host."""
         return self._observers.recorder.places.is_wrong
+
+    def run_inference(self, run: Callable[[nn.Module, Batch, Recorder], Recorded]) -> Trace:
+        """Run code on the model and a batch, in evaluation mode and without gradients.
+
+        The trace has what `run(model, batch, recorder)` returns of what was recorded, at least one op.
+        """
+        recorder = self._observers.recorder
+        with self._holding():
+            with self._patched(), self._recording():
+                mark_model(self._model, recorder)
+                if recorder.host_is_device:
+                    mark_batch(self._batch, recorder)
+                _begin_step(self._rules)
+                recorder.position.enter(Phase.EVALUATION, 0, 0)
+                batch = input_mover(recorder)(self._batch)
+                self._model.eval()
+                with torch.no_grad(), autocast(self._model, self._settings.precision):
+                    recorded = run(self._model, batch, recorder)
+            return self._trace(self._settings, recorded.ops[-1].step + 1, 1, recorded)
 
     def run_part(self) -> RecordedPart | None:
         """Run a part of one step; None if it cannot be joined to the other part."""

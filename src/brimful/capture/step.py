@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
@@ -15,14 +17,15 @@ from brimful.capture.loss_signature import signature_hint
 from brimful.capture.loss_terms import LossTerms
 from brimful.capture.missing_kernels import kernel_hint
 from brimful.capture.recording.lines import raising_line
-from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.recording.update import Gradient, PartsDifferError, Recorded, RecordedPart
 from brimful.capture.repeats import Shortening
 from brimful.capture.session import CaptureSession
 from brimful.capture.step_part import StepPart
 from brimful.devices import Device
 from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
-from brimful.job import Job
+from brimful.job import Batch, Job
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Guess, Trace, own_checkpoints
@@ -97,6 +100,19 @@ def capture_short_step(
         trace, written = session.run(1, evaluates=False, written_inputs=frozenset())
     is_unsure = written or session.cpu_is_device_after_all
     return None if is_unsure else _whole(trace, settings, shortening, rules)
+
+
+def capture_inference(
+    job: Job, settings: Settings, device: Device, run: Callable[[nn.Module, Batch, Recorder], Recorded]
+) -> Trace:
+    """Record `run(model, batch, recorder)` with the model in evaluation mode, without gradients.
+
+    It returns the part of the record to keep. Raises `CaptureError` if it cannot run on fake tensors.
+    """
+    report(f"capturing {settings.describe()}")
+    rules = rules_for(device, settings, ())
+    with _capturing(job, settings) as compiled:
+        return CaptureSession(job, settings, device, rules, Guess.EXPECTED, compiled).run_inference(run)
 
 
 def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:

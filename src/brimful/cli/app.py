@@ -88,6 +88,7 @@ def _root(
 @app.command()
 @flattened
 def estimate(
+    context: typer.Context,
     model: Model,
     options: ModelOptions,
     length: RunLength,
@@ -142,15 +143,49 @@ def estimate(
         Path | None, typer.Option(help="Write the captured steps to this file (.json or .json.gz).")
     ] = None,
     prices: RunPrices = None,
+    new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Predict the memory of model.generate with as many new tokens instead, of transformers; "
+            "--seq-len is then the prompt.",
+            min=1,
+        ),
+    ] = None,
+    beams: Annotated[int, typer.Option("--beams", help="Beams of each sample, with --new-tokens.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory and time of one training step, without running it; with a length, of a whole run."""
     with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
-        from brimful.report import estimate_document, largest_estimate_document, whole_run_document
+        from brimful.report import (
+            estimate_document,
+            generation_document,
+            largest_estimate_document,
+            whole_run_document,
+        )
         from brimful.report.plans import phase_lines
 
+        if new_tokens is not None:
+            why = "--new-tokens predicts generation, which has no training step"
+            _check_nothing_is_asked_beside(context, why, _BESIDE_A_GENERATION)
+            found = api.estimate_generation(
+                find_job(model, options),
+                device,
+                new_tokens=new_tokens,
+                num_beams=beams,
+                prompt_tokens=options.seq_len,
+                micro_batch_size=micro_batch_size or 1,
+                precision=precision,
+                budget=budget,
+                allocator=allocator,
+            )
+            show(found, lambda: generation_document(found), as_json)
+            if found.verdict is Verdict.DOES_NOT_FIT:
+                raise typer.Exit(1)
+            return
+        if beams != 1:
+            raise UsageError("--beams are of a generation; say --new-tokens too.")
         predict_run = run_asked_for(length, prices, device)
         source = find_source(model, options)
         assert source is not None
@@ -176,8 +211,8 @@ def estimate(
             result = api.estimate(job_of(source), device, micro_batch_size=micro_batch_size, **asked)
             text, document = str(result), estimate_document(result)
         else:
-            found = largest_estimate(source, largest, device, micro_batch_size, asked)
-            result, text, document = found.estimate, str(found), largest_estimate_document(found, largest)
+            of_size = largest_estimate(source, largest, device, micro_batch_size, asked)
+            result, text, document = of_size.estimate, str(of_size), largest_estimate_document(of_size, largest)
         lines = [text, *(phase_lines(result) if phases else ())]
         if predict_run is not None:
             run = None if result.verdict is Verdict.DOES_NOT_FIT else predict_run(result)
@@ -520,6 +555,15 @@ def _job_of_checked(
     if not may_be_plan_of(kept, job) and not is_same_source:
         raise UsageError(f"{file} is a plan for {kept.job!r}, and the model given is {job.name!r}.")
     return job
+
+
+_BESIDE_A_GENERATION = frozenset(
+    (
+        *("model", "new_tokens", "beams", "device", "micro_batch_size", "precision", "budget", "allocator"),
+        *("seq_len", "image_size", "options", *VARIANT_OPTIONS, "as_json"),
+    )
+)
+"""Options of `estimate` that a generation has too."""
 
 
 _PREDICTING = ("estimate", "plan", "compare", "gpus", "models")

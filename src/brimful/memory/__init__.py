@@ -24,6 +24,7 @@ from brimful.memory.attribution import (
     predict_memory,
     replay_allocations,
 )
+from brimful.memory.decoding import CAPTURED_FORWARDS, ForwardPeak, GenerationReplay, GrowingForwards
 from brimful.memory.liveness import live_profile, rounding_bytes_of
 from brimful.memory.pinned_host import (
     LINK_USES,
@@ -40,6 +41,7 @@ from brimful.memory.smallest_capacity import (
 )
 
 __all__ = [
+    "CAPTURED_FORWARDS",
     "DEFAULT_ALLOCATOR",
     "LINK_USES",
     "TO_DEVICE",
@@ -48,6 +50,9 @@ __all__ = [
     "AllocatorWhatIf",
     "CachingAllocator",
     "FailedAllocation",
+    "ForwardPeak",
+    "GenerationReplay",
+    "GrowingForwards",
     "HeldStorage",
     "MemoryPrediction",
     "ModuleShare",

@@ -6,6 +6,7 @@ from two captures.
 
 from brimful.prediction.estimate import MARGIN_FRACTION, Estimate, Extremes, Verdict, estimate_trace
 from brimful.prediction.estimator import AtSizes, Estimator
+from brimful.prediction.generation import Generation, GenerationEstimate, predict_generation
 
 __all__ = [
     "MARGIN_FRACTION",
@@ -13,6 +14,9 @@ __all__ = [
     "Estimate",
     "Estimator",
     "Extremes",
+    "Generation",
+    "GenerationEstimate",
     "Verdict",
     "estimate_trace",
+    "predict_generation",
 ]

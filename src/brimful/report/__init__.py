@@ -3,6 +3,7 @@
 from brimful.report.calibration import calibration_document, calibration_text
 from brimful.report.comparisons import comparison_document, comparison_markdown, plot_comparison
 from brimful.report.documents import error_document, estimate_document, gpus_document, whole_run_document
+from brimful.report.generation import generation_document
 from brimful.report.largest import largest_estimate_document, largest_plan_document
 from brimful.report.plan_differences import differences_document, differences_report
 from brimful.report.studies import study_document
@@ -18,6 +19,7 @@ __all__ = [
     "differences_report",
     "error_document",
     "estimate_document",
+    "generation_document",
     "gpus_document",
     "html_of",
     "largest_estimate_document",

@@ -55,7 +55,7 @@ def _of_capacity(estimate: Estimate) -> str:
     return f"{format_bytes(peak)} of {format_bytes(capacity)}"
 
 
-_TONES = {Verdict.FITS: Tone.FITS, Verdict.TIGHT: Tone.TIGHT, Verdict.DOES_NOT_FIT: Tone.TIGHT}
+TONES = {Verdict.FITS: Tone.FITS, Verdict.TIGHT: Tone.TIGHT, Verdict.DOES_NOT_FIT: Tone.TIGHT}
 
 
 def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
@@ -65,7 +65,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         text=_of_capacity(estimate),
         size=estimate.predicted_peak_device_bytes,
         high=high,
-        tone=_TONES[estimate.verdict],
+        tone=TONES[estimate.verdict],
     )
     yield Gauge(bars=(peak,), limit=estimate.capacity_bytes)
     yield Row("settings", _settings(estimate))

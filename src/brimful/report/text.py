@@ -13,8 +13,9 @@ from brimful.planner import (
     PlanCheck,
     TechniqueComparison,
 )
-from brimful.prediction import Estimate
+from brimful.prediction import Estimate, GenerationEstimate
 from brimful.report.comparisons import comparison_report
+from brimful.report.generation import generation_report
 from brimful.report.gpus import gpus_text
 from brimful.report.html import as_html, preformatted
 from brimful.report.largest import largest_estimate_text, largest_plan_text
@@ -46,6 +47,7 @@ def _shown(result: object) -> Report | str:
 
 
 _shown.register(Estimate, estimate_report)
+_shown.register(GenerationEstimate, generation_report)
 _shown.register(Plan, plan_report)
 _shown.register(PlanCheck, check_report)
 _shown.register(Export, export_report)
