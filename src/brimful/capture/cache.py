@@ -53,10 +53,12 @@ class CachedCapture:
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
         """The trace of `steps` optimizer steps under some settings."""
-        key = settings, steps
+        shared = replace(settings, expandable_segments=False)  # of the allocator, which a capture does not run
+        key = shared, steps
         if key not in self._traces:
-            self._traces[key] = self._one_step(settings) if steps == 1 else self._whole(settings, steps)
-        return self._traces[key]
+            self._traces[key] = self._one_step(shared) if steps == 1 else self._whole(shared, steps)
+        trace = self._traces[key]
+        return trace if settings == shared else replace(trace, settings=settings)
 
     def is_same_on(self, device: Device) -> bool:
         """Whether all captures so far are the same on another device: one of `others`, or the own one.
