@@ -27,8 +27,8 @@ class CachedCapture:
     Garbage collection is off meanwhile: it would search the traces, which hold no reference cycles.
 
     The captures follow the choice of kernels of `device`; they may be the same on the devices in `others`.
-    `like` has captures of the same job on another device or in another precision: blocks that repeat there are
-    captured once here too, without a whole capture to check that, and updates are shared.
+    `like` has captures of the same job on another device, in another precision or with other samples: blocks
+    that repeat there are captured once here too, without a whole capture to check that, and updates are shared.
     """
 
     def __init__(
