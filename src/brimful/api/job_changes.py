@@ -76,7 +76,7 @@ class JobChanges:
             effect=f"{what} in place of {before}: a step sees {'fewer tokens' if is_text else 'less detail'}",
             option=f"find_architecture(…, {keyword}={size})" if has_option else by_hand,
             flag=f"{flag} {size}" if has_option else by_hand,
-            capture=_Lazy(lambda: CachedCapture(smaller.job, self._device)),
+            capture=_Lazy(lambda: CachedCapture(smaller.job, self._device, like=self._like)),
             may_be_refused=True,
         )
 

@@ -27,8 +27,8 @@ class CachedCapture:
     Garbage collection is off meanwhile: it would search the traces, which hold no reference cycles.
 
     The captures follow the choice of kernels of `device`; they may be the same on the devices in `others`.
-    `like` has captures of the same job on another device or in another precision: blocks that repeat there are
-    captured once here too, without a whole capture to check that, and updates are shared.
+    `like` has captures of the same job on another device, in another precision or with other samples: blocks
+    that repeat there are captured once here too, without a whole capture to check that, and updates are shared.
     """
 
     def __init__(
@@ -53,10 +53,12 @@ class CachedCapture:
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
         """The trace of `steps` optimizer steps under some settings."""
-        key = settings, steps
+        shared = replace(settings, expandable_segments=False)  # of the allocator, which a capture does not run
+        key = shared, steps
         if key not in self._traces:
-            self._traces[key] = self._one_step(settings) if steps == 1 else self._whole(settings, steps)
-        return self._traces[key]
+            self._traces[key] = self._one_step(shared) if steps == 1 else self._whole(shared, steps)
+        trace = self._traces[key]
+        return trace if settings == shared else replace(trace, settings=settings)
 
     def is_same_on(self, device: Device) -> bool:
         """Whether all captures so far are the same on another device: one of `others`, or the own one.

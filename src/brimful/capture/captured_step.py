@@ -134,6 +134,11 @@ class CapturedStep:
         return self._sharded.computed(lambda model: self._job.loss(model, batch))
 
     def _observe(self, phase: Phase, micro_batch: int) -> None:
+        with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
+            self._enter(phase, micro_batch)
+
+    def _enter(self, phase: Phase, micro_batch: int) -> None:
+        """Note what is held where a phase begins."""
         recorder, compiled, coupling = self._recorder, self._observers.compiled, self._observers.coupling
         self._shorten(phase, micro_batch)
         if phase is Phase.FORWARD:

@@ -252,5 +252,4 @@ def estimate_of(settings: Settings, capture: Capture, device: Device) -> Estimat
 def planned_trace(settings: Settings, capture: Capture) -> Trace:
     """The two steps of which `estimate_of` predicts the second; it raises the same errors."""
     # A second step finds memory as the allocator was left by the first.
-    captured = capture(replace(settings, expandable_segments=False))
-    return per_rank_trace(replace(captured, settings=settings)).with_last_step_again()
+    return per_rank_trace(capture(settings)).with_last_step_again()

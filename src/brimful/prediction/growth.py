@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from brimful.trace import Category, EventKind, Phase, Trace
+from brimful.trace import CUBLAS_WORKSPACE, Category, EventKind, Phase, Storage, Trace
 from brimful.utils.quantities import format_bytes
 
 _LEAST_BYTES = 4096
@@ -61,11 +61,16 @@ def _held_between_steps(trace: Trace) -> tuple[list[int], set[int]]:
         while event is not None and event.op < end:
             if event.kind is EventKind.FREE:
                 live.discard(event.storage)
-            elif trace.storages[event.storage].category is not Category.GRADIENTS:
+            elif _may_grow(trace.storages[event.storage]):
                 live.add(event.storage)
             event = next(events, None)
         held.append(sum(trace.storages[storage].size_bytes for storage in live))
     return held, live - before
+
+
+def _may_grow(storage: Storage) -> bool:
+    """Whether each step may add such memory: cuBLAS makes its workspace once, and gradients are not counted."""
+    return storage.category is not Category.GRADIENTS and storage.label != CUBLAS_WORKSPACE
 
 
 def _first_ops(trace: Trace) -> Iterator[int]:

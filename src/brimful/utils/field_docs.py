@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 
 FIELDS = "Fields:"
@@ -43,6 +44,7 @@ def _with_fields(own: str, described: dict[str, str]) -> str:
     return "\n".join([inspect.cleandoc(own), "", FIELDS, *fields])
 
 
+@cache
 def field_docstrings(record: type) -> dict[str, str]:
     """The docstrings below the fields of a dataclass and of those it extends, by field, as one line each.
 

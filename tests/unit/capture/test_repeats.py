@@ -175,6 +175,27 @@ def test_what_holds_on_one_device_shortens_captures_on_another(precision: Precis
     assert trace == capture_step(counted, settings, other, steps=1)
 
 
+@pytest.mark.parametrize("name", ["gpt", "post-norm"])
+def test_what_holds_for_samples_shortens_captures_of_shorter_ones(name: str) -> None:
+    shorter = language_job(JOBS[name].model, length=16)
+    with CachedCapture(JOBS[name], DEVICE) as found:
+        found(PLAIN)
+        found(replace(PLAIN, micro_batch_size=2))
+        with CachedCapture(shorter, DEVICE, like=found) as capture:
+            trace = capture(PLAIN)
+    assert capture.counts == {"short": 1}
+    assert trace == capture_step(shorter, PLAIN, DEVICE, steps=1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_setting_of_the_allocator_takes_no_other_capture(steps: int) -> None:
+    expandable = replace(PLAIN, expandable_segments=True)
+    with CachedCapture(JOBS["gpt"], DEVICE) as capture:
+        traces = [capture(settings, steps) for settings in (PLAIN, expandable)]
+    assert capture.counts == {"whole": 1}
+    assert traces[1] == capture_step(JOBS["gpt"], expandable, DEVICE, steps=steps)
+
+
 def test_rows_end_where_a_block_differs() -> None:
     """A block of another width, and the rows before and behind it."""
     assert [len(row) for row in first("uneven")[1]] == [LAYERS, LAYERS - 1]

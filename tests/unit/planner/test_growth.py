@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.capture import capture_step
+from brimful.devices import find_device
+from brimful.prediction.growth import keeps_memory
+from brimful.settings import Settings
+from brimful.trace import CUBLAS_WORKSPACE
 from brimful.utils.quantities import format_bytes
 
 DEVICE = "RTX 3090"
@@ -93,6 +98,14 @@ def test_growth_that_is_small_at_few_samples_is_reported_at_many() -> None:
     estimate = bf.estimate(job, DEVICE, micro_batch_size=2)
     assert not any("grew" in note for note in estimate.uncertain)
     assert grown(estimate.at(1024)) == format_bytes(1024 * ROW_BYTES)
+
+
+def test_a_workspace_that_is_made_once_is_not_memory_that_may_grow() -> None:
+    """A plan captures two steps only where memory may grow."""
+    settings = Settings(micro_batch_size=16)
+    trace = capture_step(growing(replace_an_average), settings, find_device(DEVICE), steps=1)
+    assert CUBLAS_WORKSPACE in {storage.label for storage in trace.storages}
+    assert not keeps_memory(trace)
 
 
 def test_a_plan_says_that_memory_grows() -> None:

@@ -69,16 +69,16 @@ class FakeCache:
         or as the op packs them.
         """
         fakes: list[Tensor] = []
-        with torch._C.DisableTorchFunction():  # modes need not see that tensors are asked for their shape
-            key = _key_of_call(func, args, kwargs, fakes)
-            known = None if key is None else self._known.get(key)
-            if known is not None:
-                return OpResult(args[0] if known._made is None else self._remade(func, known), fakes, known)
+        key = _key_of_call(func, args, kwargs, fakes)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return OpResult(args[0] if known._made is None else self._remade(func, known), fakes, known)
         out = func(*args, **kwargs)
-        if key is None:
-            return OpResult(out, None, None)
-        with torch._C.DisableTorchFunction():
-            return OpResult(out, fakes, self._store(key, args, fakes, out))
+        return (
+            OpResult(out, None, None)
+            if key is None
+            else OpResult(out, fakes, self._store(key, args, fakes, out))
+        )
 
     def _store(
         self, key: Hashable, args: tuple[Any, ...], fakes: list[Tensor], out: Any

@@ -118,30 +118,32 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(map(calls_ops_on_parts, types)):
             return NotImplemented  # the ops on the parts come here again
-        info = self._infos.get(func)
-        if info is None:
-            info = self._infos[func] = describe_op(func, self._rules)
-        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
-        if info.is_metadata:
-            return func(*args, **kwargs)
-        if self.carried is not None and self.carried.use is not None and not info.is_view:
-            self.carried.use.note(func, args, kwargs)
-        if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
-            args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
-        if kwargs.get("device") == DEVICE:
-            kwargs = {**kwargs, "device": torch.device("cpu")}  # where the fakes are
-        in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
-        for before_op in info.before:
-            before_op(func, args, in_backward=in_backward)
-        was_in_op, self.places.runs_op = self.places.runs_op, True
-        try:
-            result = self._runner.run(info, func, args, kwargs)
-        finally:
-            self.places.runs_op = was_in_op
         with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
+            info = self._infos.get(func)
+            if info is None:
+                info = self._infos[func] = describe_op(func, self._rules)
+            if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+                return args[
+                    0
+                ].fake_device  # asked often; through the fake mode the answer takes 30 times as long
+            if info.is_metadata:
+                return func(*args, **kwargs)
+            if self.carried is not None and self.carried.use is not None and not info.is_view:
+                self.carried.use.note(func, args, kwargs)
+            if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
+                args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
+            if kwargs.get("device") == DEVICE:
+                kwargs = {**kwargs, "device": torch.device("cpu")}  # where the fakes are
+            in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
+            for before_op in info.before:
+                before_op(func, args, in_backward=in_backward)
+            was_in_op, self.places.runs_op = self.places.runs_op, True
+            try:
+                result = self._runner.run(info, func, args, kwargs)
+            finally:
+                self.places.runs_op = was_in_op
             self._record(info, func, args, kwargs, result)
-        return result.out
+            return result.out
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """The fake in the place of a real tensor; one from outside of the model is there from the start."""

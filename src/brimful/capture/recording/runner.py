@@ -44,7 +44,7 @@ class FakeRunner:
         """Make a view of a fake tensor as the tensor's mode does, in an eighth of the time."""
         base = args[0]
         mode, device = base.fake_mode, base.fake_device
-        with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
+        with in_kernel_invocation_manager(mode):
             out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             return self._wrapper.fake(mode, out, device)

@@ -209,14 +209,10 @@ class ChangedSteps:
     def _captured(self, size: int, units: tuple[UnitAction, ...] | None = None) -> Trace:
         settings = self._sized(size)
         settings = settings if units is None else replace(settings, units=units)
-        trace = self._capture(replace(settings, expandable_segments=False))
-        return replace(per_rank_trace(trace), settings=settings)
+        return per_rank_trace(self._capture(settings))
 
     def _scaled_to(self, size: int) -> Trace:
-        settings = self._sized(size)
-        return replace(
-            per_rank_trace(self._scaled.at(replace(settings, expandable_segments=False))), settings=settings
-        )
+        return per_rank_trace(self._scaled.at(self._sized(size)))
 
     def _may_fit(self, trace: Trace) -> bool:
         replayed = replay_allocations(trace, allocator=AllocatorSettings.of(trace.settings))
