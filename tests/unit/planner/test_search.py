@@ -500,6 +500,7 @@ def test_headroom_that_is_expected_saves_captures_and_the_plan_is_as_fast(
 
     monkeypatch.setattr(candidate, "estimate_of", counted)
     monkeypatch.setattr(candidate.Candidate, "captured_from", compared)
+    monkeypatch.setattr(searching, "suggestions", lambda *_, **__: ())
     bert = find_architecture("bert-base", num_hidden_layers=3)
     counts = {True: 0, False: 0}
     for job, precision, percent in ((bert, "fp32", 57), (bert, "bf16", 80), (decoder_job(), "bf16", 65)):
