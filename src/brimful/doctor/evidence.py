@@ -57,8 +57,9 @@ class Failure:
     op: str
     line: str
     message: str
-    event: int
-    """Number of allocations and releases until then."""
+    """First line of the error's message."""
+    requested_bytes: int | None
+    """What it asked for; None if the message does not say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

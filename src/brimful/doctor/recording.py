@@ -7,6 +7,7 @@ Private torch APIs used here: `torch._C._current_autograd_node`,
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from brimful.batches import tensors_in
+from brimful.capture.recording.blocks import Block, BlockEvent
 from brimful.capture.recording.facts import StepFacts
 from brimful.capture.recording.ledger import StorageLedger
 from brimful.capture.recording.lines import calling_line
@@ -27,6 +29,7 @@ from brimful.doctor.evidence import Failure
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Phase
+from brimful.utils.quantities import parse_bytes
 
 
 class CalledModules(ModuleCalls):
@@ -78,6 +81,8 @@ class WatchedOps(TorchDispatchMode):
         self.failed: Failure | None = None
         self.host_reads: dict[str, int] = {}
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
+        self.blocks, self.events = self.ledger.blocks, self.ledger.events
+        """Until memory ran out, if it did."""
         self._infos: dict[Any, OpInfo] = {}
 
     @classmethod
@@ -123,14 +128,23 @@ class WatchedOps(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception as error:
-            if message := out_of_memory(error):
-                events = len(self.ledger.events)
-                self.failed = Failure(op=info.name, line=calling_line(), message=message, event=events)
+            if self.failed is None and (message := out_of_memory(error)):
+                self._note_failure(info.name, message)
             raise
         if not info.is_metadata:
             with torch._C.DisableTorchFunction():
                 self._record(info, func, args, kwargs, out)
         return out
+
+    def _note_failure(self, op: str, message: str) -> None:
+        """Keep what is there as memory runs out, with what was asked for: frames that unwind free it."""
+        found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", message)
+        size_bytes = None if found is None else parse_bytes(found[1].replace(" bytes", "B"))
+        self.failed = Failure(op=op, line=calling_line(), message=message, requested_bytes=size_bytes)
+        self.blocks, self.events = [*self.ledger.blocks], [*self.ledger.events]
+        if size_bytes is not None:
+            self.events.append(BlockEvent(True, len(self.blocks), len(self.log.ops) - 1))
+            self.blocks.append(Block(size_bytes, None, f"asked for by {op}", category=Category.TEMPORARIES))
 
     def _record(self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._enter_phase()

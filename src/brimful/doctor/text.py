@@ -8,6 +8,7 @@ from typing import Any
 
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import Finding, findings
+from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, predict_memory
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
@@ -52,12 +53,16 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "watching_seconds": evidence.watching_seconds,
         "compiled": evidence.compiled,
         "failed": None if evidence.failed is None else asdict(evidence.failed),
+        "savings": [] if memory is None else [asdict(each) for each in savings(memory, evidence)],
         "findings": [asdict(each) for each in findings(evidence)],
     }
 
 
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
+    if (failed := evidence.failed) is not None:
+        asked = "memory" if failed.requested_bytes is None else f"{format_bytes(failed.requested_bytes)} more"
+        yield Row("out of memory", f"{failed.op} in {failed.line or 'the script'} asked for {asked}")
     if evidence.measured_peak_bytes is not None:
         yield Row("allocated", f"{format_bytes(evidence.measured_peak_bytes)} at most, as torch measures it")
     growth_bytes = evidence.growth_bytes
@@ -72,6 +77,7 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield category_listing(memory, memory.peak_allocated_bytes)
     yield block_listing(memory)
     yield from module_listing(memory, memory.peak_allocated_bytes)
+    yield from _savings_listing(memory, evidence)
     found = findings(evidence)
     if not found:
         yield Remark("findings", "none")
@@ -79,6 +85,13 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Listing(
         title="findings: at stake, what, and the change to make", line="    {:>9}  {}", rows=tuple(_rows(found))
     )
+
+
+def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Listing]:
+    rows = [(format_bytes(each.size_bytes), each.change) for each in savings(memory, evidence)]
+    if rows:
+        title = "would take less at the peak: about how much, and the change"
+        yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows))
 
 
 def _rows(found: tuple[Finding, ...]) -> Iterator[tuple[str, str]]:

@@ -117,6 +117,16 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def freed_bytes(trace: Trace, units: Sequence[str]) -> int:
+    """Bytes less that the first micro-batch holds at most where all units are recomputed, one by one.
+
+    The trace is a capture without recomputation, the units are in the order in which their forwards begin.
+    """
+    tree = SavedTree(trace)
+    runs = [tree.paths(unit) for unit in units]
+    return sum(map(tree.bytes_saved, runs)) - _recomputed_bytes(tree, runs)
+
+
 def in_runs(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
     """Checkpoint segments of any length that take least where all are recomputed: runs of a Sequential's units.
 

@@ -1,0 +1,93 @@
+"""What is said of memory that ran out in a watched run, and what would take less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from brimful.doctor import Watch, watched_document, watched_text
+from brimful.doctor.savings import savings
+from brimful.memory import predict_memory
+from brimful.trace import Category
+
+WIDTH, BLOCKS, SAMPLES = 64, 8, 2048
+TOO_MUCH = 1 << 50
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, *, checkpoints: bool = False, fails: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.checkpoints, self.fails = checkpoints, fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        if self.fails:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return x
+
+
+def watched(model: Net, *, samples: int = SAMPLES, micro_batches: int = 1) -> Watch:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Watch() as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _micro_batch in range(micro_batches):
+                (model(torch.randn(samples, WIDTH)).square().mean() / micro_batches).backward()
+            optimizer.step()
+    return watch
+
+
+def peak(watch: Watch) -> int:
+    return predict_memory(watch.evidence().trace).peak_allocated_bytes
+
+
+def test_an_error_is_explained_by_what_was_asked_for_and_what_held_the_memory() -> None:
+    model = Net(fails=True)
+    watch = Watch()
+    with pytest.raises(RuntimeError, match="allocate"), watch:
+        model(torch.randn(SAMPLES, WIDTH)).sum().backward()
+    evidence = watch.evidence()
+    assert evidence.failed is not None
+    assert evidence.failed.requested_bytes == TOO_MUCH
+    assert "test_out_of_memory.py:" in evidence.failed.line
+    held = dict(predict_memory(evidence.trace).breakdown)
+    assert held[Category.PARAMETERS] == sum(each.nbytes for each in model.parameters())
+    saved_in_block = 2 * 4 * WIDTH + WIDTH  # before and after GELU, and what the block returns
+    assert held[Category.SAVED_TENSORS] == BLOCKS * saved_in_block * SAMPLES * 4
+    assert held[Category.TEMPORARIES] - TOO_MUCH <= SAMPLES * WIDTH * 4
+    text = watched_text(evidence)
+    assert "asked for 1048576 GiB more" in text
+    assert "activation checkpointing" in text
+    assert watched_document(evidence)["failed"]["requested_bytes"] == TOO_MUCH
+
+
+@pytest.mark.parametrize(("change", "other"), [("checkpointing", {}), ("micro-batches", {"micro_batches": 2})])
+def test_a_change_saves_what_is_said(change: str, other: dict[str, int]) -> None:
+    plain = watched(Net())
+    evidence = plain.evidence()
+    found = next(each for each in savings(predict_memory(evidence.trace), evidence) if change in each.change)
+    checkpoints = change == "checkpointing"
+    changed = watched(Net(checkpoints=checkpoints), samples=SAMPLES // other.get("micro_batches", 1), **other)
+    assert peak(plain) - peak(changed) == pytest.approx(found.size_bytes, rel=0.1)
+
+
+def test_a_run_whose_peak_is_in_the_optimizer_saves_state_alone() -> None:
+    evidence = watched(Net(), samples=2).evidence()
+    (found,) = savings(predict_memory(evidence.trace), evidence)
+    assert "8 bits" in found.change
+    state_bytes = 8 * sum(each.numel() for each in Net().parameters())
+    assert found.size_bytes == pytest.approx(state_bytes * (1 - 2.03 / 8), rel=0.01)
