@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/permissions.py [--only NAME]
 
-Each job is planned on an RTX 3090 in half of what its baseline takes, or where no plan fits that, in the whole
-card. Every suggestion is then captured whole, under its own settings and with its change of the job, in a new
+Each job is planned on an RTX 3090 in half of what its baseline takes, or in the whole card where that is less or
+no plan fits half. Every suggestion is then captured whole, under its own settings and with its change of the job, in a new
 capture. Small jobs are planned on this CPU too, in all that the baseline takes, and the suggested steps are
 measured there.
 """
@@ -21,6 +21,7 @@ from unittest.mock import patch
 import brimful as bf
 from brimful.capture import CautiousCapture
 from brimful.devices import Device, find_device
+from brimful.errors import UsageError
 from brimful.models.resolve import VARIANT_OPTIONS
 from brimful.planner.candidate import estimate_of
 from brimful.profiling.named_device import resolve_device
@@ -80,7 +81,7 @@ def planned(job: bf.Job, device: str, batch: int, budget: str = BUDGET) -> tuple
     with patch.object(SEARCH, "suggestions", timed):
         try:
             plan = bf.plan(job, device, global_batch_size=batch, budget=budget)
-        except bf.InfeasibleError:
+        except (bf.InfeasibleError, UsageError):  # nothing fits that, or it is more than the card
             plan = bf.plan(job, device, global_batch_size=batch)
     return plan, time.perf_counter() - began, spent[0]
 
