@@ -2,10 +2,10 @@
 
 Usage: python benchmarks/permissions.py [--only NAME]
 
-Each job is planned on an RTX 3090 in half of what its baseline takes, or in the whole card where that is less or
-no plan fits half. Every suggestion is then captured whole, under its own settings and with its change of the job, in a new
-capture. Small jobs are planned on this CPU too, in all that the baseline takes, and the suggested steps are
-measured there.
+Each job is planned on an RTX 3090 in half of what its baseline takes, or in the whole card where that is less
+or no plan fits half. Every suggestion is then captured whole, under its own settings and with its change of the
+job, in a new capture. Small jobs are planned on this CPU too, in all that the baseline takes, and the suggested
+steps are measured there.
 """
 
 from __future__ import annotations

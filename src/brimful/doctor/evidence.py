@@ -39,11 +39,13 @@ class Backward:
     """Bytes of gradients that are there when it begins."""
     adds_gradients: bool
     """Whether any of those is not zero."""
+    loses_gradients: bool
+    """Whether gradients of an earlier backward of the step are gone, though no optimizer stepped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A forward of a model in evaluation mode that builds a graph."""
+    """A forward that builds a graph which no backward uses."""
 
     line: str
     saved_bytes: int
@@ -80,6 +82,10 @@ class Evidence:
     evaluations: tuple[Evaluation, ...]
     trained_in_evaluation_mode: tuple[str, ...]
     """Lines that call a model in evaluation mode, of whose result backward runs."""
+    unused_graphs: tuple[Evaluation, ...]
+    """Forwards in training mode that build a graph which no backward of the step uses."""
+    untrained_bytes: Mapping[str, int]
+    """Bytes of parameters of models that run in steps and get no gradients, by class."""
     models: tuple[str, ...]
     """Classes of the models that the run calls, wrappers included."""
     not_optimized: Mapping[str, int]

@@ -190,7 +190,46 @@ def trained_in_evaluation_mode(seen: Seen) -> Iterator[Finding]:
         )
 
 
+@check
+def graph_unused(seen: Seen) -> Iterator[Finding]:
+    """A forward in training mode that builds a graph which no backward uses."""
+    for each in seen.evidence.unused_graphs:
+        yield Finding(
+            check="graph-unused",
+            what="a forward saves tensors for a backward that does not run in the step",
+            change="run it under torch.no_grad(), or train the model",
+            line=each.line,
+            size_bytes=each.saved_bytes,
+        )
+
+
+@check
+def untrained_model(seen: Seen) -> Iterator[Finding]:
+    """A teacher or an average of weights that takes much memory."""
+    for name, size_bytes in seen.evidence.untrained_bytes.items():
+        if seen.is_large(size_bytes):
+            yield Finding(
+                check="untrained-model",
+                what=f"{name} runs in the step and is not trained, and its weights take memory",
+                change="keep its weights in bf16 or 8 bits, or compute its results once, before training",
+                size_bytes=size_bytes,
+            )
+
+
 # Gradients
+
+
+@check
+def gradients_lost(seen: Seen) -> Iterator[Finding]:
+    """Accumulated gradients that are cleared before the optimizer's step."""
+    lost = [each for each in seen.evidence.backwards if each.loses_gradients]
+    if lost:
+        yield Finding(
+            check="gradients-lost",
+            what="gradients of earlier micro-batches are cleared before the optimizer has used them",
+            change="call zero_grad() once for each optimizer step, not for each micro-batch",
+            line=lost[-1].line,
+        )
 
 
 @check
@@ -300,6 +339,36 @@ def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
         )
 
 
+@check
+def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
+    """BatchNorm inside a checkpointed region, whose running statistics move twice."""
+    classes = dict(seen.evidence.trace.module_classes)
+    modules = {op.module for op in seen.last_step if op.recomputed}
+    norms = sorted(each for each in modules if classes.get(each, "").startswith("BatchNorm"))
+    if norms:
+        yield Finding(
+            check="batch-norm-recomputed",
+            what=f"the running statistics of {_some(norms)} move twice in a step, as its forward runs again",
+            change="checkpoint around it, or correct its momentum to 1 - sqrt(1 - momentum)",
+        )
+
+
+@check
+def softmax_twice(seen: Seen) -> Iterator[Finding]:
+    """A softmax before a loss that has its own."""
+    forward = [op for op in seen.last_step if op.phase is Phase.FORWARD]
+    for first, second in pairwise(forward):
+        is_pair = op_kind(first.name) == "_softmax" and op_kind(second.name) == "_log_softmax"
+        if is_pair and first.written_bytes == second.written_bytes:
+            yield Finding(
+                check="softmax-twice",
+                what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
+                change="omit the softmax in training",
+                line=first.line,
+            )
+            return
+
+
 # The step's peak
 
 
@@ -365,7 +434,57 @@ def logits_in_the_loss(seen: Seen) -> Iterator[Finding]:
         )
 
 
+@check
+def float32_copy(seen: Seen) -> Iterator[Finding]:
+    """A result in half precision that is copied to float32 and kept."""
+    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
+    copies = {
+        index: size
+        for index, size in seen.held_at_peak.items()
+        if (made := storages[index].op) is not None
+        and op_kind(ops[made].name) == "_to_copy"
+        and ops[made].phase is Phase.FORWARD
+        and ops[made].dtype in ("bfloat16", "float16")
+        and ops[made].written_bytes > ops[made].read_bytes
+    }
+    if seen.is_large(sum(copies.values())):
+        largest = max(copies, key=lambda index: copies[index])
+        yield Finding(
+            check="float32-copy",
+            what="results in half precision are copied to float32, which takes twice their memory beside them",
+            change="keep them as they are, or compute the loss of a part of the tokens at a time",
+            line=ops[storages[largest].op or 0].line,
+            size_bytes=sum(copies.values()),
+        )
+
+
+@check
+def lengths_change(seen: Seen) -> Iterator[Finding]:
+    """Inputs whose lengths change from step to step, which fragment the CUDA allocator's memory."""
+    steps = len(seen.evidence.steps)
+    if seen.evidence.trace.device_kind == "cuda" and 2 < steps <= seen.evidence.input_shapes:
+        yield Finding(
+            check="lengths-change",
+            what=f"inputs have {seen.evidence.input_shapes} shapes in {steps} steps: freed blocks do not fit",
+            change="PYTORCH_ALLOC_CONF=expandable_segments:True, or batches of a few lengths",
+        )
+
+
 # Time
+
+
+@check
+def half_precision_missed(seen: Seen) -> Iterator[Finding]:
+    """Products in float32 on a GPU."""
+    flops = Counter[str]()
+    for op in seen.last_step:
+        flops[op.dtype] += op.flops
+    if seen.evidence.trace.device_kind == "cuda" and flops["float32"] > sum(flops.values()) / 2:
+        yield Finding(
+            check="half-precision-missed",
+            what=f"{flops['float32'] / sum(flops.values()):.0%} of the step's products are in float32",
+            change="torch.autocast('cuda', torch.bfloat16): products of 8 significant bits on tensor cores",
+        )
 
 
 @check
@@ -393,7 +512,7 @@ def waits_for_values(seen: Seen) -> Iterator[Finding]:
     """Lines that wait for the GPU in each step."""
     if seen.evidence.trace.device_kind != "cuda":
         return
-    steps = max(len(seen.evidence.steps), 1)
+    steps = max(len(seen.evidence.steps) - 1, 1)  # what follows the last is not recorded
     for line, count in seen.evidence.host_reads.items():
         if count >= steps:
             yield Finding(

@@ -63,6 +63,9 @@ class Watch:
         self._bytes_before_call = 0
         self._calls: list[tuple[str, bool]] = []
         """Forwards since the last backward that build a graph: the line, and whether the model trains."""
+        self._graphs: list[tuple[Evaluation, nn.Module]] = []
+        """Forwards of this step in training mode that build a graph, each with its model."""
+        self._unused_graphs: dict[str, Evaluation] = {}
         self._in_evaluation_mode: dict[str, None] = {}
         self._not_optimized: dict[str, int] = {}
         self._cache_flushes: dict[str, int] = {}
@@ -71,6 +74,7 @@ class Watch:
         """Whether the next training forward is the first after a step."""
         self._reached: set[int] = set()
         """Parameters that a backward of this step has reached."""
+        self._ever_reached: set[int] = set()
         self._workers: dict[int, int] = {}
         self._flags: dict[str, None] = {}
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
@@ -124,6 +128,8 @@ class Watch:
             data_seconds_after=tuple(waited for _, waited in self._after),
             evaluations=(*self._evaluations.values(), *late),
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
+            unused_graphs=tuple(self._unused_graphs.values()),
+            untrained_bytes=self._untrained_bytes,
             models=tuple(type(each).__name__ for each in ops.modules.models.values()),
             not_optimized=dict(self._not_optimized),
             cache_flushes=dict(self._cache_flushes),
@@ -169,13 +175,13 @@ class Watch:
         self._ops.is_evaluating = False
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
-        line = calling_line()
+        line, saved_bytes = calling_line(), max(self._ops.live_bytes - self._bytes_before_call, 0)
+        found = Evaluation(line=line, saved_bytes=saved_bytes)
         self._calls.append((line, model.training))
-        if not model.training:
-            saved_bytes = max(self._ops.live_bytes - self._bytes_before_call, 0)
-            before = self._evaluations.get(line)
-            if before is None or before.saved_bytes < saved_bytes:
-                self._evaluations[line] = Evaluation(line=line, saved_bytes=saved_bytes)
+        if model.training:
+            self._graphs.append((found, model))
+        elif line not in self._evaluations or self._evaluations[line].saved_bytes < saved_bytes:
+            self._evaluations[line] = found
 
     @contextmanager
     def _noting_backwards(self) -> Iterator[None]:
@@ -194,8 +200,11 @@ class Watch:
     def _note_backward(self, losses: list[Any], retains_graph: bool) -> None:
         models = self._ops.modules.models.values()
         node = losses[0].grad_fn if losses else None
-        leaves = [leaf for leaf in leaves_of(node) if id(leaf) not in self._reached]
+        reached = leaves_of(node)
+        leaves = [leaf for leaf in reached if id(leaf) not in self._reached]
+        loses = any(id(leaf) in self._reached and leaf.grad is None for leaf in reached)
         self._reached.update(map(id, leaves))
+        self._ever_reached.update(map(id, leaves))
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         self._ops.is_paused = True
         adds_gradients = any(bool(each.any()) for each in gradients)
@@ -209,6 +218,7 @@ class Watch:
                 syncs=any(getattr(model, "require_backward_grad_sync", False) for model in models),
                 gradient_bytes=sum(each.nbytes for each in gradients),
                 adds_gradients=adds_gradients,
+                loses_gradients=loses and not self._stepped,
             )
         )
         if self._calls and not any(trains for _, trains in self._calls):
@@ -310,6 +320,10 @@ class Watch:
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._stepped.clear()
         self._note_not_optimized()
+        for found, model in self._graphs:
+            if not any(id(each) in self._reached for each in model.parameters()):
+                self._unused_graphs[found.line] = found
+        self._graphs.clear()
         flags = {"anomaly": torch.is_anomaly_enabled(), "cudnn.benchmark": torch.backends.cudnn.benchmark}
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
         self._calls.clear()
@@ -336,6 +350,7 @@ class Watch:
         self._backwards = [replace(each, step=0) for each in self._backwards]
         self._stepped = {*self._optimizers}
         self._held_in_forward = {}
+        self._unused_graphs.clear()
         self._began = None
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
@@ -351,6 +366,16 @@ class Watch:
         if len(self._after) > self._asked:  # the first has the end of recording in it
             self._after.pop(0)
             self._hooks.close()
+
+    @property
+    def _untrained_bytes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for model in self._ops.modules.models.values():
+            parameters = list(model.parameters())
+            if parameters and not any(id(each) in self._ever_reached for each in parameters):
+                name = type(model).__name__
+                found[name] = found.get(name, 0) + sum(each.nbytes for each in parameters)
+        return found
 
     @property
     def _names(self) -> dict[int, str]:

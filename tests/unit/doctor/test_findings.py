@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -268,6 +269,72 @@ def checkpointed(faulty: bool) -> None:
         optimizer.step()
 
 
+def unrun(faulty: bool) -> None:
+    model, other = Net(), Net()
+    optimizer = torch.optim.SGD([*model.parameters(), *([] if faulty else other.parameters())], lr=0.01)
+    for x, y in data():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        scores = other(x)
+        (loss if faulty else loss + functional.cross_entropy(scores, y)).backward()
+        del scores
+        optimizer.step()
+
+
+def teacher(faulty: bool) -> None:
+    model = Net()
+    large = nn.Sequential(nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, 4)).eval() if faulty else None
+    optimizer = sgd(model)
+    for x, y in data(samples=32):
+        with torch.no_grad():
+            target = y if large is None else large(x).argmax(-1)
+        step(model, optimizer, x, target)
+
+
+def lost(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        for x, y in data(4):
+            if faulty:
+                optimizer.zero_grad()
+            (functional.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+
+
+def recomputed(faulty: bool) -> None:
+    norm = nn.BatchNorm1d(WIDTH) if faulty else nn.LayerNorm(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU(), nn.Linear(WIDTH, 4))
+    optimizer = sgd(model)
+    for x, y in data():
+        optimizer.zero_grad()
+        functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        optimizer.step()
+
+
+def softmax(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        optimizer.zero_grad()
+        scores = model(x)
+        functional.cross_entropy(scores.softmax(-1) if faulty else scores, y).backward()
+        del scores
+        optimizer.step()
+
+
+def upcast(faulty: bool) -> None:
+    model = nn.Linear(WIDTH, 256).to(torch.bfloat16)
+    optimizer = sgd(model)
+    for x, _ in data():
+        optimizer.zero_grad()
+        scores = model(x.to(torch.bfloat16))
+        (scores.float() if faulty else scores).square().mean().backward()
+        del scores
+        optimizer.step()
+
+
 PLANTED: dict[str, Callable[[bool], None]] = {
     "history-kept": history,
     "container-grows": outputs,
@@ -290,6 +357,12 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "benchmark-with-changing-shapes": benchmark,
     "data-parallel": parallel,
     "checkpoint-without-gradient": checkpointed,
+    "graph-unused": unrun,
+    "untrained-model": teacher,
+    "gradients-lost": lost,
+    "batch-norm-recomputed": recomputed,
+    "softmax-twice": softmax,
+    "float32-copy": upcast,
 }
 
 
@@ -317,10 +390,10 @@ def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
 
 
 def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
-    (found,) = seen_in(evaluation_within, faulty=True)
+    found, _teacher = seen_in(evaluation_within, faulty=True)
     assert found.check == "evaluation-with-gradients"
     assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4) * 4  # of ReLU and of the two last layers
-    assert seen_in(evaluation_within, faulty=False) == ()
+    assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
 
 
 def test_two_optimizers_of_one_loop_make_one_step_without_findings() -> None:
@@ -364,5 +437,48 @@ def test_recording_ends_before_compiled_code_is_called() -> None:
 
 def test_every_check_has_a_planted_fault() -> None:
     named = {function.__name__ for function in CHECKS}
-    of_ranks_or_gpus = {"reduced_in_every_micro_batch", "waits_for_values"}
-    assert len(named) - len(of_ranks_or_gpus) == len(PLANTED)
+    assert len(named) >= 30
+    assert len(named) - len(ON_GPUS) - 1 == len(PLANTED)  # and one under DDP
+
+
+def reading(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        loss = step(model, optimizer, x, y)
+        if faulty:
+            loss.item()
+
+
+def lengths(faulty: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 2))
+    optimizer = sgd(model)
+    for number in range(8):
+        step(model, optimizer, torch.randn(4, 1, 16 + faulty * number), torch.zeros(4, dtype=torch.long))
+
+
+def single(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for x, y in data():
+        with torch.autocast("cpu", torch.bfloat16, enabled=not faulty):
+            step(model, optimizer, x, y)
+
+
+ON_GPUS: dict[str, Callable[[bool], None]] = {
+    "waits-for-values": reading,
+    "lengths-change": lengths,
+    "half-precision-missed": single,
+}
+"""Checks that find something on a GPU alone: what a CPU recorded is taken for a GPU's."""
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+@pytest.mark.parametrize("check", ON_GPUS)
+def test_a_fault_of_a_gpu_is_found_where_it_is_planted(check: str, faulty: bool) -> None:
+    torch.manual_seed(0)
+    with Watch() as watch:
+        ON_GPUS[check](faulty)
+    evidence = watch.evidence()
+    evidence = replace(evidence, trace=replace(evidence.trace, device_kind="cuda"))
+    assert (check in {each.check for each in findings(evidence)}) == faulty
