@@ -167,6 +167,29 @@ def published_names(result: Record) -> Record:
     return {"rows": rows}
 
 
+def permissions(result: Record) -> Record:
+    """Suggestions of plans for a GPU, each gain beside that of its own capture."""
+    rows = [
+        {
+            "job": job["job"],
+            "plan": job["settings"],
+            "gains": "; ".join(
+                f"`{each['flag']}` {each['predicted_gain']:.1%} ({each['gain_of_own_capture']:.1%})"
+                for each in job["suggestions"]
+            ),
+            "share": job["suggesting_seconds"] / job["planning_seconds_without"],
+        }
+        for job in result["rows"]
+    ]
+    return {"rows": rows}
+
+
+def permissions_cpu(result: Record) -> Record:
+    """Suggestions of plans for a CPU, predicted beside measured."""
+    rows = [{"job": job["job"], **each} for job in result["on_cpu"] for each in job["suggestions"]]
+    return {"rows": rows}
+
+
 def generation(result: Record) -> Record:
     """Generations on a CPU, with the largest differences in bytes."""
     rows = [
@@ -464,7 +487,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
-        *(guides, published_names, generation),
+        *(guides, published_names, generation, permissions, permissions_cpu),
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )

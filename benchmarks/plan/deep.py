@@ -7,12 +7,16 @@ Predictions for a T4: bytes allocated at the peak of one step, and its time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import brimful as bf
 from brimful.devices import find_device
