@@ -77,9 +77,9 @@ def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
 
 
 def test_what_was_seen_is_written_as_json(folder: Path) -> None:
-    ran(folder, "-m", "brimful", "run", "--steps", "2", "--output", "seen.json", "train.py")
+    ran(folder, "-m", "brimful", "run", "--steps", "4", "--output", "seen.json", "train.py")
     seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
-    assert seen["steps"] == 2
+    assert seen["steps"] == 4
     parameters_bytes = (16 * 64 + 64 + 64 * 4 + 4) * 4
     assert seen["categories"]["parameters"] == parameters_bytes
     assert {each["check"] for each in seen["findings"]} >= {"history-kept"}
@@ -95,6 +95,26 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
     assert watched.returncode == alone.returncode == 1
     assert watched.stderr.startswith(alone.stderr)
     assert "the script made no tensor" in watched.stderr
+
+
+def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -> None:
+    """Though it changes the directory, and forks."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "beside.py").write_text("NAME = 'beside'\n", encoding="utf-8")
+    (tmp_path / "sub" / "script.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nimport beside\n"
+        "os.chdir('/')\nprint(Path(__file__).exists(), beside.NAME, sys.argv, flush=True)\n"
+        "if os.fork() == 0:\n    sys.exit(0)\nos.wait()\n"
+        "sys.excepthook = lambda *error: print('hook', error[1])\nraise ValueError('no')\n",
+        encoding="utf-8",
+    )
+    alone = ran(tmp_path, "sub/script.py", "a")
+    watched = ran(tmp_path, "-m", "brimful", "run", "--output", "seen.json", "sub/script.py", "a")
+    assert watched.stdout == alone.stdout
+    assert "True beside ['sub/script.py', 'a']" in watched.stdout
+    assert watched.returncode == alone.returncode == 1
+    assert watched.stderr.count("watched 0") == 1
+    assert (tmp_path / "seen.json").exists()
 
 
 def test_there_is_no_such_script(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ READERS = {
         "parse_json": CONFIGURATION,
     },
     "doctor/names.py": {"read_text": "source of code that runs, to name a line of it"},
+    "doctor/script.py": {"read_bytes": "the script that the user names to `brimful run`"},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
@@ -141,7 +142,9 @@ RUNNERS = {
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
     "doctor/script.py": {
-        "run_path": "the script that the user names to `brimful run`",
+        "run_path": "the folder that the user names to `brimful run`",
+        "compile": "the script that the user names to `brimful run`",
+        "exec": "the same",
         "run_module": "the module that the user names to `brimful run -m`",
     },
     "models/resolve.py": {

@@ -21,7 +21,7 @@ from brimful.memory import CAPTURED_FORWARDS, DEFAULT_ALLOCATOR, AllocatorSettin
 from brimful.models.checks import check_range
 from brimful.options import PrecisionLike, parse_precision
 from brimful.prediction import Generation, GenerationEstimate, predict_generation
-from brimful.prediction.estimator import ScaledTraces
+from brimful.prediction.estimator import MOST_SAMPLES, ScaledTraces
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.settings import Precision, Settings
 from brimful.utils.status import busy
@@ -71,6 +71,7 @@ def estimate_generation(
     for name, count in (("new_tokens", new_tokens), ("num_beams", num_beams), ("prompt_tokens", prompt_tokens)):
         if count is not None:
             check_range("a generation", name, count, 1)
+    check_range("a generation", "micro_batch_size", micro_batch_size, 1, MOST_SAMPLES)
     target = resolve_device(device)
     capacity_bytes = capacity_bytes_of(job, device, target, budget)
     settings = Settings(micro_batch_size=micro_batch_size, precision=parse_precision(precision))

@@ -15,6 +15,10 @@ from brimful.job import Job
 _LEAST_TOKENS = 128
 _LEAST_PIXELS = 64
 """Samples that are at least this long, or high and wide, are halved. A choice."""
+_CHANNELS = (1, 3, 4)
+"""Channels of images, and of latent ones."""
+_MOST_ASPECT = 4
+"""Height and width that differ more are those of a spectrogram, whose frequencies stay. A choice."""
 
 
 class SmallerSamples(NamedTuple):
@@ -29,15 +33,16 @@ class SmallerSamples(NamedTuple):
 def with_smaller_samples(job: Job) -> SmallerSamples | None:
     """The job with the first half of each text, or a quarter of each image; None if it has neither.
 
-    A batch of texts has `input_ids` of shape (samples, tokens); of other tensors all dimensions of as many
-    tokens are halved. A batch of images has its largest floating-point tensor with 4 dimensions; of others the
-    last two dimensions are halved where they are as large. Models may not take such samples.
+    A batch of texts has `input_ids` of shape (samples, tokens); of other tensors the second dimension is halved
+    if it has as many, and the last two of masks. A batch of images has a floating-point tensor of shape
+    (samples, 1, 3 or 4, height, width), where one is at most four times the other; of others the last two
+    dimensions are halved where they are as large. Models may not take such samples.
     """
     if job.batch_dim or job.split is not None:
         return None
     tensors = dict(named_tensors(make_batch(job, 1)))
     text = tensors.get('batch["input_ids"]')
-    images = [each for each in tensors.values() if each.ndim == 4 and each.is_floating_point()]
+    images = [each for each in tensors.values() if _is_image(each)]
     before: tuple[int, ...] = ()
     if text is not None and text.ndim == 2:
         before, least = tuple(text.shape[1:]), _LEAST_TOKENS
@@ -51,12 +56,23 @@ def with_smaller_samples(job: Job) -> SmallerSamples | None:
     return SmallerSamples(smaller, before, after)
 
 
+def _is_image(tensor: Tensor) -> bool:
+    return (
+        tensor.ndim == 4
+        and tensor.is_floating_point()
+        and tensor.shape[1] in _CHANNELS
+        and max(tensor.shape[2:]) <= _MOST_ASPECT * min(tensor.shape[2:])
+    )
+
+
 def _cropped(before: tuple[int, ...], after: tuple[int, ...], tensor: Tensor) -> Tensor:
-    """The first part of a tensor, in every dimension of tokens, or in those of pixels."""
+    """The first part of a tensor, in its dimensions of tokens, or in those of pixels."""
     if len(before) == 1:
-        for dim in range(1, tensor.ndim):
-            if tensor.shape[dim] == before[0]:
-                tensor = tensor.narrow(dim, 0, after[0])
+        is_mask = tensor.ndim > 2 and set(tensor.shape[-2:]) == set(before)
+        if is_mask and (not tensor.is_floating_point() or tensor.shape[1] == 1):
+            tensor = tensor[..., : after[0], : after[0]]
+        elif tensor.ndim > 1 and tensor.shape[1] == before[0]:
+            tensor = tensor[:, : after[0]]
     elif tensor.ndim > 2 and tuple(tensor.shape[-2:]) == before:
         tensor = tensor[..., : after[0], : after[1]]
     return tensor.contiguous()

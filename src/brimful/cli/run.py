@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from brimful.cli.output import report_errors, say
+from brimful.errors import SaveError
 from brimful.utils.files import write_file
 
 
@@ -38,12 +39,21 @@ def run(
         from brimful.doctor import run_script, watched_document, watched_text
 
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
+        process, file = os.getpid(), None if output is None else output.absolute()
         ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager)
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and os.getpid() == process:  # not in a fork that exits
             say(watched_text(ran.evidence))
-            if output is not None:
-                write_file(output, json.dumps(watched_document(ran.evidence), indent=2).encode())
+            if file is not None:
+                _write(file, json.dumps(watched_document(ran.evidence), indent=2))
     if ran.is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise typer.Exit(ran.exit_status)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write what was seen; that it cannot be written leaves the script's exit status."""
+    try:
+        write_file(file, text)
+    except SaveError as error:
+        say(str(error))

@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from brimful.batches import tensors_in
 from brimful.capture.recording.lines import calling_line
-from brimful.doctor.evidence import Evaluation
+from brimful.doctor.evidence import UnusedGraph
+from brimful.doctor.graphs import saved_bytes
 
 
 class FirstEvaluation:
-    """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph."""
+    """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
+
+    It is one that no backward uses if none runs until the model is called again, or until the run ends.
+    """
 
     def __init__(self) -> None:
-        self.found: tuple[Evaluation, ...] = ()
-        self._depth = 0
-        self._saved: dict[int, int] = {}
-        self._counting: saved_tensors_hooks | None = None
+        self.found: tuple[UnusedGraph, ...] = ()
+        self._depth, self._thread = 0, threading.get_ident()
+        self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
         self._hooks = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
         ]
 
-    def remove(self) -> None:
-        """Look no more."""
+    def note_backward(self) -> None:
+        """Note that backward runs."""
+        if self._expected is not None:
+            self._expected = None
+            self._remove()
+
+    def end(self) -> None:
+        """Note that the run has ended."""
+        if self._expected is not None:
+            self.found = (self._expected[0],)
+        self._remove()
+
+    def _remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _before(self, model: nn.Module, _args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._depth += 1
-        if self._depth == 1 and not model.training and any(p.requires_grad for p in model.parameters()):
-            if torch.is_grad_enabled():
-                parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-                self._counting = saved_tensors_hooks(lambda saved: self._count(saved, parameters), _same)
-                self._counting.__enter__()
-            else:
-                self.remove()
+        if self._depth == 1 and self._expected is not None and self._expected[1]() is model:
+            self.end()
 
-    def _after(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+    def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread or self._depth == 0:
+            return
         self._depth -= 1
-        if self._depth == 0 and self._counting is not None:
-            self._counting.__exit__()
-            self._counting = None
-            self.found = (Evaluation(line=calling_line(), saved_bytes=sum(self._saved.values())),)
-            self.remove()
-
-    def _count(self, saved: Tensor, parameters: set[int]) -> Tensor:
-        storage = saved.untyped_storage()
-        if storage._cdata not in parameters:
-            self._saved[storage._cdata] = storage.nbytes()
-        return saved
-
-
-def _same(saved: Tensor) -> Tensor:
-    return saved
+        if self._depth or self._expected is not None or model.training:
+            return
+        parameters = list(model.parameters())
+        if not any(each.requires_grad for each in parameters):
+            return
+        if not torch.is_grad_enabled():
+            self._remove()
+            return
+        found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes(tensors_in(output), parameters))
+        self._expected = found, weakref.ref(model)

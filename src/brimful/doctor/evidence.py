@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -30,21 +31,23 @@ class Backward:
 
     line: str
     step: int
-    last_node: str
-    """Name of the autograd node of what it begins with, such as "DivBackward0"."""
+    updates_before: int
+    """How often any optimizer has stepped before it."""
+    leaves: int
+    """Stands for the parameters that it reaches: equal for equal ones."""
+    is_scaled: bool
+    """Whether a loss is divided or multiplied by something."""
     retains_graph: bool
-    syncs: bool
-    """Whether gradients are reduced over ranks in it."""
-    gradient_bytes: int
-    """Bytes of gradients that are there when it begins."""
-    adds_gradients: bool
-    """Whether any of those is not zero."""
+    reduces: tuple[str, ...]
+    """DDP models whose gradients it reduces over ranks."""
+    zero_gradient_bytes: int
+    """Bytes of gradients that are zero when it begins."""
     loses_gradients: bool
-    """Whether gradients of an earlier backward of the step are gone, though no optimizer stepped."""
+    """Whether gradients of an earlier backward of the step are gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class UnusedGraph:
     """A forward that builds a graph which no backward uses."""
 
     line: str
@@ -64,6 +67,17 @@ class Failure:
     """What it asked for; None if the message does not say it."""
 
 
+def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Backward]]:
+    """Calls of one line and of the same parameters without an optimizer's step between them."""
+    groups: dict[tuple[str, int, int], list[Backward]] = defaultdict(list)
+    for each in calls:
+        groups[each.line, each.leaves, each.updates_before].append(each)
+    found: dict[tuple[str, int], list[Backward]] = {}
+    for (line, leaves, _), group in groups.items():
+        found[line, leaves] = max(found.get((line, leaves), []), group, key=len)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What watching a run saw, until it ended or was left alone."""
@@ -79,11 +93,17 @@ class Evidence:
     data_seconds_after: tuple[float, ...]
     """Parts of them in which the run waited for its DataLoader."""
     backwards: tuple[Backward, ...]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[UnusedGraph, ...]
     trained_in_evaluation_mode: tuple[str, ...]
     """Lines that call a model in evaluation mode, of whose result backward runs."""
-    unused_graphs: tuple[Evaluation, ...]
-    """Forwards in training mode that build a graph which no backward of the step uses."""
+    unused_graphs: tuple[UnusedGraph, ...]
+    """Those in training mode, within a step; `evaluations` are those in evaluation mode."""
+    gradients_added: tuple[str, ...]
+    """Lines of backward that add to gradients which an optimizer has used and uses again."""
+    divides_gradients: bool
+    """Whether something that backward made is divided in place before the optimizer steps."""
+    softmax_twice: tuple[str, ...]
+    """Lines that call a softmax whose result another one reads."""
     untrained_bytes: Mapping[str, int]
     """Bytes of parameters of models that run in steps and get no gradients, by class."""
     models: tuple[str, ...]
@@ -100,6 +120,8 @@ class Evidence:
     """Settings of torch that are on: "anomaly", "cudnn.benchmark"."""
     input_shapes: int
     """Different shapes of the inputs of training forwards, but for the number of samples."""
+    error: str
+    """An error of brimful's own, where recording ended; "" if there was none."""
     compiled: str
     """The line that calls `torch.compile`, where recording ended; "" if none did."""
     failed: Failure | None
@@ -107,10 +129,21 @@ class Evidence:
     """torch's own measurement of allocated memory; None on a CPU."""
 
     @property
+    def repeated(self) -> dict[str, list[Backward]]:
+        """Calls of backward of the last recorded step that accumulate gradients, by line.
+
+        They are those of one line and of the same parameters, as often in the step before.
+        """
+        last = len(self.steps) - 1
+        before, now = (
+            _between_updates(each for each in self.backwards if each.step == step) for step in (last - 1, last)
+        )
+        return {key[0]: calls for key, calls in now.items() if 1 < len(calls) == len(before.get(key, ()))}
+
+    @property
     def micro_batches(self) -> int:
-        """Calls of backward in the last recorded step that has any; at least 1."""
-        last = max((each.step for each in self.backwards), default=0)
-        return max(sum(each.step == last for each in self.backwards), 1)
+        """Micro-batches of a step, as far as calls of backward show them; at least 1."""
+        return max(map(len, self.repeated.values()), default=1)
 
     @property
     def growth_bytes(self) -> int | None:

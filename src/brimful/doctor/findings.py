@@ -20,9 +20,12 @@ from brimful.memory.liveness import LiveProfile
 from brimful.results import WAITING_FRACTION
 from brimful.settings import op_kind
 from brimful.trace import Category, Op, Phase
+from brimful.utils.quantities import MIB
 
 LARGE_FRACTION = 0.05
 """Fraction of the peak from which memory is worth a finding. A choice."""
+LEAST_BYTES = MIB
+"""Temporaries of an optimizer below which its step's peak is of no interest. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +214,7 @@ def untrained_model(seen: Seen) -> Iterator[Finding]:
             yield Finding(
                 check="untrained-model",
                 what=f"{name} runs in the step and is not trained, and its weights take memory",
-                change="keep its weights in bf16 or 8 bits, or compute its results once, before training",
+                change="keep its weights in bf16 or on the host; or compute a teacher's results once, before",
                 size_bytes=size_bytes,
             )
 
@@ -222,40 +225,39 @@ def untrained_model(seen: Seen) -> Iterator[Finding]:
 @check
 def gradients_lost(seen: Seen) -> Iterator[Finding]:
     """Accumulated gradients that are cleared before the optimizer's step."""
-    lost = [each for each in seen.evidence.backwards if each.loses_gradients]
-    if lost:
-        yield Finding(
-            check="gradients-lost",
-            what="gradients of earlier micro-batches are cleared before the optimizer has used them",
-            change="call zero_grad() once for each optimizer step, not for each micro-batch",
-            line=lost[-1].line,
-        )
+    for line, calls in seen.evidence.repeated.items():
+        if all(each.loses_gradients for each in calls[1:]):
+            yield Finding(
+                check="gradients-lost",
+                what="gradients of earlier micro-batches are cleared before the optimizer has used them",
+                change="call zero_grad() once for each optimizer step, not for each micro-batch",
+                line=line,
+            )
 
 
 @check
 def gradients_kept(seen: Seen) -> Iterator[Finding]:
     """Gradients of the step before that are zeroed and still there in the forward."""
-    first = [each for each in seen.evidence.backwards if each.step > 0 and each.gradient_bytes]
-    if first and not any(each.adds_gradients for each in first) and seen.is_large(first[-1].gradient_bytes):
+    kept = [each for each in seen.evidence.backwards if each.step > 0 and each.zero_gradient_bytes]
+    if kept and seen.is_large(kept[-1].zero_gradient_bytes):
         yield Finding(
             check="gradients-kept",
             what="gradients of the step before take memory during the forward",
             change="zero_grad(set_to_none=True), the default, after the optimizer's step or before the forward",
-            line=first[-1].line,
-            size_bytes=first[-1].gradient_bytes,
+            line=kept[-1].line,
+            size_bytes=kept[-1].zero_gradient_bytes,
         )
 
 
 @check
 def gradients_added(seen: Seen) -> Iterator[Finding]:
     """Gradients that are added to those of earlier steps."""
-    added = [each for each in seen.evidence.backwards if each.step > 0 and each.adds_gradients]
-    if added:
+    for line in seen.evidence.gradients_added:
         yield Finding(
             check="gradients-added",
             what="gradients are added to those that the step before has used",
             change="call optimizer.zero_grad() once for each optimizer step",
-            line=added[-1].line,
+            line=line,
         )
 
 
@@ -266,7 +268,7 @@ def without_gradient(seen: Seen) -> Iterator[Finding]:
     if names:
         yield Finding(
             check="without-gradient",
-            what=f"{_some(names)} get no gradient, so the optimizer does not train them",
+            what=f"the optimizer has {_some(names)}, of which no recorded step has gradients",
             change="set requires_grad to False, or use them in the forward",
         )
 
@@ -292,7 +294,7 @@ def graph_retained(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             check="graph-retained",
             what="backward keeps the graph and all saved tensors",
-            change="omit retain_graph=True, or add the losses and call backward once",
+            change="omit retain_graph=True if nothing else needs the graph, or add the losses for one backward",
             line=line,
         )
 
@@ -300,11 +302,9 @@ def graph_retained(seen: Seen) -> Iterator[Finding]:
 @check
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
-    counts = Counter((each.step, each.line) for each in seen.evidence.backwards)
-    last = {each.line: each.last_node for each in seen.evidence.backwards}
-    for line in dict.fromkeys(line for (_, line), count in counts.items() if count > 1):
-        if not last[line].startswith(("Div", "Mul")):
-            count = max(number for (_, other), number in counts.items() if other == line)
+    for line, calls in seen.evidence.repeated.items():
+        if not seen.evidence.divides_gradients and not any(each.is_scaled for each in calls):
+            count = len(calls)
             yield Finding(
                 check="not-normalized",
                 what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",
@@ -315,16 +315,15 @@ def not_normalized(seen: Seen) -> Iterator[Finding]:
 
 @check
 def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
-    """Gradients that ranks reduce more than once in a step."""
-    last = max((each.step for each in seen.evidence.backwards), default=0)
-    of_step = [each for each in seen.evidence.backwards if each.step == last]
-    if len(of_step) > 1 and all(each.syncs for each in of_step):
-        yield Finding(
-            check="reduced-in-every-micro-batch",
-            what=f"ranks reduce gradients {len(of_step)} times in a step",
-            change="run all but the last micro-batch under model.no_sync()",
-            line=of_step[0].line,
-        )
+    """Gradients of micro-batches that ranks reduce one by one."""
+    for line, calls in seen.evidence.repeated.items():
+        if all(each.reduces for each in calls):
+            yield Finding(
+                check="reduced-in-every-micro-batch",
+                what=f"ranks reduce gradients {len(calls)} times in a step",
+                change="run forward and backward of all but the last micro-batch under model.no_sync()",
+                line=line,
+            )
 
 
 @check
@@ -356,17 +355,13 @@ def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
 @check
 def softmax_twice(seen: Seen) -> Iterator[Finding]:
     """A softmax before a loss that has its own."""
-    forward = [op for op in seen.last_step if op.phase is Phase.FORWARD]
-    for first, second in pairwise(forward):
-        is_pair = op_kind(first.name) == "_softmax" and op_kind(second.name) == "_log_softmax"
-        if is_pair and first.written_bytes == second.written_bytes:
-            yield Finding(
-                check="softmax-twice",
-                what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
-                change="omit the softmax in training",
-                line=first.line,
-            )
-            return
+    for line in seen.evidence.softmax_twice:
+        yield Finding(
+            check="softmax-twice",
+            what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
+            change="omit the softmax in training",
+            line=line,
+        )
 
 
 # The step's peak
@@ -379,7 +374,7 @@ def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
     temporaries = sum(
         size for index, size in seen.held_at_peak.items() if storages[index].category is Category.TEMPORARIES
     )
-    if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries):
+    if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries) and temporaries >= LEAST_BYTES:
         yield Finding(
             check="optimizer-makes-the-peak",
             what="the peak is in the optimizer's step, which computes on lists of all parameters at once",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections import deque
@@ -12,16 +13,16 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from brimful.capture.recording.lines import is_users_own, shown_file
+from brimful.doctor.graphs import ages_of
 
 _MOST_ENTRIES = 10_000
 """Entries of containers that are looked at for each name. A choice: more take longer than the step."""
-_MOST_NODES = 10_000
-"""Nodes of a graph that are looked at. A choice, as above."""
-_LAST_NUMBER = 2**63
-"""Autograd numbers nodes from 0; those that accumulate gradients, which steps share, are numbered above."""
+_READS_LOCALS = frozenset({"locals", "vars", "eval", "exec", "dir"})
+"""Functions by which code gets the dict of its variables, which looking at them would change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +39,20 @@ class Holding:
     has_graph: bool
     """Whether any of them has a graph."""
     reaches_back: bool
-    """Whether a graph leads to nodes of earlier steps."""
+    """Whether a graph of this step or the one before leads to nodes of a step before those."""
 
 
 def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding]:
     """What names hold, in the calling functions of the user's code from `frame` on, and in their modules.
 
-    Parameters and gradients are not among it. `first_node` is the number of the first autograd node of this
-    step.
+    Parameters and gradients are not among it. `first_node` is the number of the first autograd node of the step
+    before this one.
     """
     found: dict[str, Holding] = {}
     while frame is not None:
-        if is_users_own(frame.f_code.co_filename):
-            file = frame.f_code.co_filename
-            for name, value in (*frame.f_locals.items(), *frame.f_globals.items()):
+        file = frame.f_code.co_filename
+        if is_users_own(file):
+            for name, value in (*_locals_of(frame).items(), *frame.f_globals.items()):
                 for shown, held in _of_name(name, value):
                     if shown not in found and (tensors := list(_tensors(held))):
                         found[shown] = _holding(shown, _line(file, shown), tensors, first_node)
@@ -59,25 +60,47 @@ def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding
     return found
 
 
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running function.
+
+    Up to Python 3.12 a frame keeps the dict that it shows, and so all values in it: it is emptied, unless the
+    function may have got it too.
+    """
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or not _READS_LOCALS.isdisjoint(code.co_names):
+        return {}
+    shown = frame.f_locals
+    found = dict(shown)
+    if sys.version_info < (3, 13):
+        shown.clear()
+    return found
+
+
 def _of_name(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What a name holds; of an object of the user's class, what each of its attributes does."""
     if name.startswith("__") or isinstance(value, ModuleType | type | nn.Module | nn.Parameter):
         return
-    if isinstance(value, Tensor | list | tuple | dict | deque):
+    if _is_container(value):
         yield name, value
     elif is_users_own(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
-        for attribute, inner in getattr(value, "__dict__", {}).items():
-            if isinstance(inner, Tensor | list | tuple | dict | deque):
+        for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+            if _is_container(inner):
                 yield f"{name}.{attribute}", inner
 
 
+def _is_container(value: Any) -> bool:
+    """Whether a value is a tensor or may hold ever more of them."""
+    is_bounded = isinstance(value, deque) and value.maxlen is not None
+    return isinstance(value, Tensor | list | tuple | dict | deque) and not is_bounded
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value and in the containers inside it, but for parameters."""
+    """The dense tensors in a value and in the containers inside it, but for parameters."""
     left, seen = [value], 0
     while left and seen < _MOST_ENTRIES:
         entry, seen = left.pop(), seen + 1
         if isinstance(entry, Tensor):
-            if not isinstance(entry, nn.Parameter):
+            if not isinstance(entry, nn.Parameter) and entry.layout is torch.strided:
                 yield entry
         elif isinstance(entry, Mapping):
             left += entry.values()
@@ -86,14 +109,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _holding(name: str, line: str, tensors: list[Tensor], first_node: int) -> Holding:
-    graphs = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    ages = ages_of(tensors)
     return Holding(
         name=name,
         line=line,
         count=len(tensors),
-        size_bytes=sum({each.data_ptr(): each.nbytes for each in tensors}.values()),
-        has_graph=bool(graphs),
-        reaches_back=_reaches_back(graphs, first_node),
+        size_bytes=sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values()),
+        has_graph=ages is not None,
+        reaches_back=ages is not None and ages[0] < first_node <= ages[1],
     )
 
 
@@ -112,33 +135,3 @@ def _line(file: str, name: str) -> str:
             if re.search(f"{own}{change}", text):
                 return f"{shown}:{number}"
     return shown
-
-
-def leaves_of(node: Any) -> list[Tensor]:
-    """The leaves that a graph gives gradients, such as parameters."""
-    left, seen, leaves = [node], set[Any](), []
-    while left:
-        each = left.pop()
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        if (variable := getattr(each, "variable", None)) is not None:
-            leaves.append(variable)
-        left += [following for following, _ in each.next_functions]
-    return leaves
-
-
-def _reaches_back(graphs: list[Any], first_node: int) -> bool:
-    """Whether graphs have a node that an earlier step made."""
-    left, seen = list(graphs), set[Any]()
-    while left and len(seen) < _MOST_NODES:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        number = node._sequence_nr()
-        if number < first_node:
-            return True
-        if number < _LAST_NUMBER:
-            left += [each for each, _ in node.next_functions]
-    return False

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,16 @@ from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import parse_bytes
 
+_DIVISIONS = frozenset(
+    {
+        torch.ops.aten.div_.Tensor,
+        torch.ops.aten.div_.Scalar,
+        torch.ops.aten._foreach_div_.Scalar,
+        torch.ops.aten._foreach_div_.Tensor,
+    }
+)
+"""Ops that divide tensors in place."""
+
 
 class CalledModules(ModuleCalls):
     """Follows the module calls of all models, each of which is named when it is called for the first time.
@@ -43,14 +55,24 @@ class CalledModules(ModuleCalls):
         super().__init__()
         self.on_call: Callable[[nn.Module, Any], None] = lambda _model, _args: None
         self.on_return: Callable[[nn.Module], None] = lambda _model: None
-        self.models: dict[str, nn.Module] = {}
-        """Models by the prefix of their paths, which keeps them alive while they are watched."""
+        self.called: list[str] = []
+        """Classes of the models that were called, in the order of their first calls."""
+        self._models: dict[str, weakref.ref[nn.Module]] = {}
+
+    def alive(self) -> list[tuple[str, nn.Module]]:
+        """The models that were called and are there, each with the prefix of its paths."""
+        models = ((prefix, reference()) for prefix, reference in self._models.items())
+        return [(prefix, model) for prefix, model in models if model is not None]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._stack:
-            if id(module) not in self._names:
-                prefix = type(module).__name__ if self.models else ""
-                self.models.setdefault(prefix, module)
+            known = self._models.get(self._names.get(id(module), "?"))
+            if id(module) not in self._names or (known is not None and known() is not module):
+                prefix = type(module).__name__ if self.called else ""
+                while prefix in self._models:
+                    prefix += "'"
+                self.called.append(type(module).__name__)
+                self._models[prefix] = weakref.ref(module)
                 self.add(module, prefix)
             self.on_call(module, args)
         super()._enter(module, args)
@@ -83,7 +105,26 @@ class WatchedOps(TorchDispatchMode):
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         """Until memory ran out, if it did."""
+        self.divides_gradients = False
+        self.softmax_twice: dict[str, None] = {}
+        """Lines that call a softmax whose result another one reads."""
+        self.on_error: Callable[[Exception], None] = _raise
+        """Called with an error of recording itself."""
         self._infos: dict[Any, OpInfo] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing while the context is open."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def forget_failure(self) -> None:
+        """Note that the run went on after memory ran out."""
+        self.failed = None
+        self.blocks, self.events = self.ledger.blocks, self.ledger.events
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,8 +173,11 @@ class WatchedOps(TorchDispatchMode):
                 self._note_failure(info.name, message)
             raise
         if not info.is_metadata:
-            with torch._C.DisableTorchFunction():
-                self._record(info, func, args, kwargs, out)
+            try:
+                with torch._C.DisableTorchFunction():
+                    self._record(info, func, args, kwargs, out)
+            except Exception as error:
+                self.on_error(error)
         return out
 
     def _note_failure(self, op: str, message: str) -> None:
@@ -159,10 +203,22 @@ class WatchedOps(TorchDispatchMode):
         if info.has_no_cost:
             return
         outputs = list(tensors_in(out))
+        if func is torch.ops.aten._log_softmax.default:
+            made = self._made_by(args[0])
+            if made is not None and self.log.ops[made].name == "aten._softmax.default":
+                self.softmax_twice.setdefault(self.log.ops[made].line)
+        if func in _DIVISIONS and not self.in_optimizer and inputs:
+            made = self._made_by(inputs[0])
+            self.divides_gradients |= made is not None and self.log.ops[made].phase is Phase.BACKWARD
         op = self.log.add(info, work_of(info, func, args, kwargs, out, inputs, outputs), 0)
         for tensor in outputs:
             if self._is_followed(tensor):
                 self.ledger.track(tensor, info.name, op)
+
+    def _made_by(self, tensor: Tensor) -> int | None:
+        """Index of the op that made a tensor's memory; None if none did."""
+        index = self.ledger.index_of(tensor) if self._is_followed(tensor) else None
+        return None if index is None else self.ledger.blocks[index].op
 
     @property
     def _is_after_backward(self) -> bool:
@@ -195,3 +251,7 @@ class WatchedOps(TorchDispatchMode):
         else:
             at.micro_batch += at.phase is Phase.BACKWARD
             at.phase = Phase.FORWARD
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -8,15 +8,13 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.watch import Watch
 from brimful.errors import UsageError
-from brimful.utils.files import is_file
 
-_HERE = str(Path(__file__).parent)
-_RUNNERS = (_HERE, runpy.__file__, "<frozen runpy>")
+_RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
 """Files whose frames are not the script's."""
 
 
@@ -37,25 +35,38 @@ def run_script(
     """Run a script, or a module as `python -m` does, in this process, and watch its first optimizer steps.
 
     `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`. UsageError if there is no such
-    file.
+    file or folder.
     """
-    if not is_module and not is_file(Path(target)):
+    if not is_module and not Path(target).exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
     sys.argv = [target, *arguments]
-    sys.path[0] = str(Path.cwd()) if is_module else str(Path(target).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
     status, is_interrupted = 0, False
-    with Watch(steps, eager=eager) as watch:
-        try:
-            if is_module:
-                runpy.run_module(target, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(target, run_name="__main__")
-        except SystemExit as end:
-            status = _status(end)
-        except BaseException as error:
-            status, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
-            _show(error)
+    watch = Watch(steps, eager=eager)
+    try:
+        with watch:
+            _run(target, is_module=is_module)
+    except SystemExit as end:
+        status = _status(end)
+    except BaseException as error:
+        status, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+        _show(error)
     return ScriptRun(evidence=watch.evidence(), exit_status=status, is_interrupted=is_interrupted)
+
+
+def _run(target: str, *, is_module: bool) -> None:
+    """Run the code as `__main__`, which it stays: what it made may be looked up there when Python exits."""
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif Path(target).is_dir():
+        runpy.run_path(target, run_name="__main__")
+    else:
+        main = ModuleType("__main__")
+        main.__file__ = str(Path(target).absolute())
+        sys.modules["__main__"] = main
+        code = compile(Path(target).read_bytes(), main.__file__, "exec", dont_inherit=True)
+        exec(code, vars(main))
 
 
 def _status(end: SystemExit) -> int:
@@ -67,8 +78,11 @@ def _status(end: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """Print a traceback as Python does, from the script's own frames on."""
+    """Show an error as Python does, from the script's own frames on, or as the script asks for."""
     first: TracebackType | None = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         first = first.tb_next
-    traceback.print_exception(type(error), error, first or error.__traceback__)
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, first)
+    else:
+        traceback.print_exception(type(error), error, first or error.__traceback__)

@@ -24,6 +24,9 @@ def watched_report(evidence: Evidence) -> Report:
     """The memory and time of a watched run, and what is wrong with it."""
     count = len(evidence.steps)
     heading = f"watched {count} optimizer step{'s' if count != 1 else ''} on {evidence.trace.device_kind}"
+    if evidence.error:
+        text = f"recording ended by an error of brimful's own, please report it: {evidence.error}"
+        return Report(heading=heading, parts=(Remark("note", text),))
     if evidence.compiled:
         text = (
             f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
@@ -51,6 +54,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "growth_bytes_per_step": evidence.growth_bytes,
         "step_seconds": evidence.step_seconds,
         "watching_seconds": evidence.watching_seconds,
+        "error": evidence.error,
         "compiled": evidence.compiled,
         "failed": None if evidence.failed is None else asdict(evidence.failed),
         "savings": [] if memory is None else [asdict(each) for each in savings(memory, evidence)],

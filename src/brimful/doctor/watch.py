@@ -7,15 +7,18 @@ Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Self
 
 import torch
 from msgspec import structs
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -24,10 +27,12 @@ from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.lines import calling_line
+from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
-from brimful.doctor.evidence import Backward, Evaluation, Evidence, StepEnd
-from brimful.doctor.names import Holding, held_by_names, leaves_of
+from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
+from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
+from brimful.execution.out_of_memory import out_of_memory
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
@@ -36,58 +41,89 @@ STEPS = 3
 """Optimizer steps that are recorded by default; as many are timed after them. A choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A forward of this step that builds a graph."""
+
+    found: UnusedGraph
+    parameters: frozenset[int]
+    """Ids of the model's trainable parameters."""
+    trains: bool
+    """Whether the model is in training mode."""
+
+
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """A callback of the watched thread whose own errors end recording, not the run."""
+
+    @wraps(method)
+    def guarded(watch: Watch, *args: Any) -> None:
+        if watch.is_watched_thread and not watch.error:
+            try:
+                method(watch, *args)
+            except Exception as error:
+                watch.end_by(error)
+
+    return guarded
+
+
 class Watch:
     """Watches a run while it is entered; `evidence` is what it saw.
 
     Ops run as they are: what the run computes, draws and prints stays the same. So nothing is recorded once it
     calls compiled code, unless `eager` runs compiled code eagerly in the recorded steps, which rounds
-    otherwise.
+    otherwise. Only the thread that enters it is watched. An error of watching itself ends recording.
     """
 
     def __init__(self, steps: int = STEPS, *, eager: bool = False) -> None:
         self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self._ops = WatchedOps(self._device_type)
-        self._ops.modules.on_call, self._ops.modules.on_return = self._before_call, self._after_call
+        self._ops = ops = WatchedOps(self._device_type)
+        ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
+        ops.on_error = self.end_by
+        self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
-        self._is_recording, self._eager, self._compiled = False, eager, ""
+        self._is_recording, self._is_timed, self._eager, self._compiled = False, False, eager, ""
+        self.error = ""
+        self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
-        self._optimizers: dict[int, Optimizer] = {}
+        self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """Those that have stepped."""
+        self._made_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._timed_optimizer = 0
         self._stepped: set[int] = set()
         self._ends: list[StepEnd] = []
+        self._first_nodes: list[int] = []
+        """Number of the first autograd node after each step."""
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
         self._began: float | None = None
-        self._backwards: list[Backward] = []
-        self._evaluations: dict[str, Evaluation] = {}
         self._bytes_before_call = 0
-        self._calls: list[tuple[str, bool]] = []
-        """Forwards since the last backward that build a graph: the line, and whether the model trains."""
-        self._graphs: list[tuple[Evaluation, nn.Module]] = []
-        """Forwards of this step in training mode that build a graph, each with its model."""
-        self._unused_graphs: dict[str, Evaluation] = {}
+        self._graphs: list[_Graph] = []
+        self._evaluations: dict[str, UnusedGraph] = {}
+        self._unused_graphs: dict[str, UnusedGraph] = {}
         self._in_evaluation_mode: dict[str, None] = {}
+        self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
+        """Models that run in steps after the first, by id: class, bytes, ids of parameters."""
         self._not_optimized: dict[str, int] = {}
         self._cache_flushes: dict[str, int] = {}
         self._held_in_forward: dict[str, Holding] = {}
         self._is_first_call = False
         """Whether the next training forward is the first after a step."""
-        self._reached: set[int] = set()
-        """Parameters that a backward of this step has reached."""
-        self._ever_reached: set[int] = set()
         self._workers: dict[int, int] = {}
         self._flags: dict[str, None] = {}
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
-        self._without_gradient: dict[str, None] = {}
-        self._first_node = 0
+        self._shapes: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
+        self._without_gradient: dict[str, int] = {}
+        """In how many steps an optimizer finds no gradient, by name of the parameter."""
 
     def __enter__(self) -> Self:
-        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._hooks.enter_context(self._timing_data())
-        stack = self._recording
+        self._thread = threading.get_ident()
+        hooks, stack = self._hooks, self._recording
+        hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        hooks.enter_context(self._timing_data())
+        hooks.enter_context(self._backwards.following())
         stack.enter_context(self._ops.modules.follow())
-        stack.enter_context(self._noting_backwards())
+        stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
         stack.enter_context(self._heeding_compilation())
         stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
@@ -95,22 +131,36 @@ class Watch:
         self._is_recording = True
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._stop()
+        self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
-            self._first_evaluation.remove()
+            self._first_evaluation.end()
+        if error is None or out_of_memory(error) is None:
+            self._ops.forget_failure()
+
+    @property
+    def is_watched_thread(self) -> bool:
+        """Whether this is the thread that is watched."""
+        return threading.get_ident() == self._thread
+
+    def end_by(self, error: Exception) -> None:
+        """End recording by an error of its own."""
+        self.error = self.error or f"{type(error).__name__}: {error}"
+        self._stop()
 
     def evidence(self) -> Evidence:
         """What was seen so far."""
-        ops = self._ops
+        ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         late = () if self._first_evaluation is None else self._first_evaluation.found
+        never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         trace = Trace(
             job="",
             settings=Settings(micro_batch_size=1),
             device_kind="cuda" if self._device_type == "cuda" else "cpu",
             torch_version=torch.__version__,
-            captured_steps=max(len(self._ends), 1),
+            captured_steps=max(steps, 1),
             captured_micro_batches=1,
             ops=tuple(ops.log.ops),
             storages=to_storages(ops.blocks, ops.events, ops.log.ops),
@@ -118,27 +168,31 @@ class Watch:
             module_classes=ops.modules.classes,
             uncertain_ops=ops.facts.all_uncertain,
             is_own_loop=True,
-            without_gradient=tuple(self._without_gradient),
+            without_gradient=tuple(never),
             checkpoints_without_gradient=ops.facts.checkpoints_without_gradient,
         )
         return Evidence(
             trace=trace,
             steps=tuple(self._ends),
+            held_in_forward=self._held_in_forward,
             seconds_after=tuple(seconds for seconds, _ in self._after),
             data_seconds_after=tuple(waited for _, waited in self._after),
+            backwards=tuple(backwards.noted),
             evaluations=(*self._evaluations.values(), *late),
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(self._unused_graphs.values()),
+            gradients_added=tuple(backwards.adding),
+            divides_gradients=ops.divides_gradients,
+            softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,
-            models=tuple(type(each).__name__ for each in ops.modules.models.values()),
+            models=tuple(ops.modules.called),
             not_optimized=dict(self._not_optimized),
+            host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),
             loader_workers=tuple(self._workers.values()),
             flags=tuple(self._flags),
-            input_shapes=len(self._shapes),
-            backwards=tuple(self._backwards),
-            host_reads=dict(ops.host_reads),
-            held_in_forward=self._held_in_forward,
+            input_shapes=max(map(len, self._shapes.values()), default=0),
+            error=self.error,
             compiled=self._compiled,
             failed=ops.failed,
             measured_peak_bytes=torch.cuda.max_memory_allocated() if self._device_type == "cuda" else None,
@@ -146,86 +200,57 @@ class Watch:
 
     def _stop(self) -> None:
         """Record no more, but for the first evaluation."""
-        if self._is_recording and self._ops.leave():
-            self._is_recording = False
-            self._recording.close()
-            if not self._in_evaluation_mode and not self._evaluations and not self._compiled:
-                self._first_evaluation = FirstEvaluation()
+        if not self._is_recording:
+            return
+        self._is_recording = False
+        self._ops.is_paused = True  # where another mode is above, this one cannot be left yet
+        self._ops.leave()
+        self._recording.close()
+        self._graphs.clear()
+        has_evaluated = self._in_evaluation_mode or self._evaluations
+        if not has_evaluated and not self._compiled and not self.error:
+            self._first_evaluation = FirstEvaluation()
 
     # What models do
 
+    @_guarded
     def _before_call(self, model: nn.Module, args: Any) -> None:
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
-        if not trains:
+        if self._ends and id(model) not in self._models_in_steps:
+            parameters = [each for each in model.parameters() if each.layout is torch.strided]
+            size_bytes = sum(each.nbytes for each in parameters)
+            self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
         self._ops.begin()
         self._bytes_before_call = self._ops.live_bytes
         if self._is_first_call:
             self._is_first_call = False
-            self._held_in_forward = held_by_names(sys._getframe(), self._first_node)
+            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before)
         inputs = [
             each for each in tensors_in(args) if not isinstance(each, nn.Parameter) and not each.requires_grad
         ]
         for tensor in inputs:
             self._ops.mark(tensor, Category.INPUTS, f"input of {type(model).__name__}")
-        self._shapes.add(tuple(tuple(each.shape[1:]) for each in inputs))
+        self._shapes.setdefault(id(model), set()).add(tuple(tuple(each.shape[1:]) for each in inputs))
 
+    @_guarded
     def _after_call(self, model: nn.Module) -> None:
         self._ops.is_evaluating = False
-        if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
-            return
-        line, saved_bytes = calling_line(), max(self._ops.live_bytes - self._bytes_before_call, 0)
-        found = Evaluation(line=line, saved_bytes=saved_bytes)
-        self._calls.append((line, model.training))
-        if model.training:
-            self._graphs.append((found, model))
-        elif line not in self._evaluations or self._evaluations[line].saved_bytes < saved_bytes:
-            self._evaluations[line] = found
+        parameters = frozenset(id(each) for each in model.parameters() if each.requires_grad)
+        if torch.is_grad_enabled() and parameters:
+            saved_bytes = max(self._ops.live_bytes - self._bytes_before_call, 0)
+            found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes)
+            self._graphs.append(_Graph(found, parameters, model.training))
 
-    @contextmanager
-    def _noting_backwards(self) -> Iterator[None]:
-        backward = torch.autograd.backward
-
-        def noted(tensors: Any, *args: Any, **named: Any) -> None:
+    def _before_backward(self) -> bool:
+        """Whether a backward is to be noted."""
+        if self._first_evaluation is not None:
+            self._first_evaluation.note_backward()
+        is_noted = self._is_recording and self.is_watched_thread
+        if is_noted:
             self._ops.begin()
-            self._note_backward(
-                list(tensors_in(tensors)), bool(named.get("retain_graph") or (args[1:2] or [0])[0])
-            )
-            backward(tensors, *args, **named)
-
-        with replaced(torch.autograd, "backward", noted):
-            yield
-
-    def _note_backward(self, losses: list[Any], retains_graph: bool) -> None:
-        models = self._ops.modules.models.values()
-        node = losses[0].grad_fn if losses else None
-        reached = leaves_of(node)
-        leaves = [leaf for leaf in reached if id(leaf) not in self._reached]
-        loses = any(id(leaf) in self._reached and leaf.grad is None for leaf in reached)
-        self._reached.update(map(id, leaves))
-        self._ever_reached.update(map(id, leaves))
-        gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        self._ops.is_paused = True
-        adds_gradients = any(bool(each.any()) for each in gradients)
-        self._ops.is_paused = False
-        self._backwards.append(
-            Backward(
-                line=calling_line(),
-                step=self._ops.position.step,
-                last_node="" if node is None else node.name(),
-                retains_graph=retains_graph,
-                syncs=any(getattr(model, "require_backward_grad_sync", False) for model in models),
-                gradient_bytes=sum(each.nbytes for each in gradients),
-                adds_gradients=adds_gradients,
-                loses_gradients=loses and not self._stepped,
-            )
-        )
-        if self._calls and not any(trains for _, trains in self._calls):
-            for line, _ in self._calls:
-                self._in_evaluation_mode.setdefault(line)
-                self._evaluations.pop(line, None)
-        self._calls.clear()
+        return is_noted
 
     @contextmanager
     def _heeding_compilation(self) -> Iterator[None]:
@@ -238,7 +263,7 @@ class Watch:
             yield
 
     def _stop_before_compiled_code(self) -> None:
-        if self._is_recording:
+        if self._is_recording and self.is_watched_thread and not _is_in_operator():
             self._compiled = calling_line() or "the script"
             self._stop()
 
@@ -272,39 +297,53 @@ class Watch:
 
     # What optimizers do
 
+    @contextmanager
+    def _noting_optimizers(self) -> Iterator[None]:
+        add: Callable[..., None] = Optimizer.add_param_group
+
+        def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
+            self._made_optimizers.add(optimizer)
+            add(optimizer, *args, **named)
+
+        with replaced(Optimizer, "add_param_group", noted):
+            yield
+
+    @_guarded
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if not self._is_recording:
             return
         ops = self._ops
-        if self._ends and len(self._ends) == 1 and id(optimizer) not in self._optimizers:
+        if len(self._ends) == 1 and id(optimizer) not in self._optimizers:
             self._join_first_steps()
-        self._optimizers.setdefault(id(optimizer), optimizer)
+        self._optimizers[id(optimizer)] = optimizer
         ops.begin()
-        names = self._names
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names.get(id(parameter), "parameter")
-                ops.mark(parameter, Category.PARAMETERS, name)
-                if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                    ops.mark(parameter.grad, Category.GRADIENTS, name)
-                elif parameter.grad is None and parameter.requires_grad:
-                    self._without_gradient.setdefault(name)
+        names, parameters = self._names, _parameters_of(optimizer)
+        for parameter in parameters:
+            name = names.get(id(parameter), "parameter")
+            ops.mark(parameter, Category.PARAMETERS, name)
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                ops.mark(parameter.grad, Category.GRADIENTS, name)
+        self._backwards.stepping(parameters)
         ops.in_optimizer = True
 
+    @_guarded
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         now = time.perf_counter()
         if not self._is_recording:
             self._note_time(optimizer, now)
             return
-        ops = self._ops
+        ops, names = self._ops, self._names
         ops.in_optimizer = False
-        names = self._names
+        for parameter in _parameters_of(optimizer):
+            if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
+                name = names[id(parameter)]
+                self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
         for parameter, state in optimizer.state.items():
             for key, value in named_tensors(state):
                 name = f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}"
                 ops.mark(value, Category.OPTIMIZER_STATE, name)
         self._stepped.add(id(optimizer))
-        if self._stepped >= self._optimizers.keys():
+        if self._stepped >= {*self._optimizers.keys()}:
             self._end_step(now)
 
     def _end_step(self, now: float) -> None:
@@ -314,77 +353,114 @@ class Watch:
                 seconds=None if self._began is None else now - self._began,
                 live_bytes=ops.live_bytes,
                 op=len(ops.log.ops),
-                held=held_by_names(sys._getframe(), self._first_node),
+                held=held_by_names(sys._getframe(), self._start_of_step_before),
             )
         )
-        self._first_node = torch._C._autograd._get_sequence_nr()
-        self._stepped.clear()
+        self._first_nodes.append(torch._C._autograd._get_sequence_nr())
+        self._note_graphs()
         self._note_not_optimized()
-        for found, model in self._graphs:
-            if not any(id(each) in self._reached for each in model.parameters()):
-                self._unused_graphs[found.line] = found
-        self._graphs.clear()
         flags = {"anomaly": torch.is_anomaly_enabled(), "cudnn.benchmark": torch.backends.cudnn.benchmark}
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
-        self._calls.clear()
+        self._stepped.clear()
+        self._backwards.end_step()
         self._waited = 0.0
-        self._reached.clear()
         self._is_first_call = True
+        self._timed_optimizer = next(iter(self._optimizers.keys()), 0)
         at.step, at.micro_batch, at.phase = at.step + 1, 0, Phase.OPTIMIZER
+        ops.forget_failure()
         self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
             self._stop()
 
+    @property
+    def _start_of_step_before(self) -> int:
+        """Number of the first autograd node of the step before this one; 0 until there are two before it."""
+        return self._first_nodes[-2] if len(self._first_nodes) > 1 else 0
+
+    def _note_graphs(self) -> None:
+        """Note which graphs of this step no backward has used, and models that train in evaluation mode."""
+        reached = self._backwards.reached
+        used = [each for each in self._graphs if not each.parameters.isdisjoint(reached)]
+        for each in self._graphs:
+            if each.parameters.isdisjoint(reached):
+                (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found
+        if used and not any(each.trains for each in used):
+            self._in_evaluation_mode |= dict.fromkeys(each.found.line for each in used)
+        self._graphs.clear()
+
     def _note_not_optimized(self) -> None:
-        stepped = {
-            id(p) for each in self._optimizers.values() for group in each.param_groups for p in group["params"]
+        known = {id(p) for each in self._made_optimizers for p in _parameters_of(each)}
+        known |= {id(p) for each in self._optimizers.values() for p in _parameters_of(each)}
+        self._not_optimized = {
+            ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
+            for prefix, model in self._ops.modules.alive()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+            and parameter.grad.layout is torch.strided
+            and id(parameter) not in known
         }
-        for prefix, model in self._ops.modules.models.items():
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None and id(parameter) not in stepped:
-                    self._not_optimized[".".join(filter(None, (prefix, name)))] = parameter.grad.nbytes
 
     def _join_first_steps(self) -> None:
         """Take what seemed the end of the first step for a part of it: another optimizer steps too."""
         end, ops = self._ends.pop(), self._ops.log.ops
-        self._backwards = [replace(each, step=0) for each in self._backwards]
-        self._stepped = {*self._optimizers}
-        self._held_in_forward = {}
-        self._unused_graphs.clear()
-        self._began = None
+        self._first_nodes.clear()
+        self._backwards.noted = [replace(each, step=0) for each in self._backwards.noted]
+        self._stepped = {*self._optimizers.keys()}
+        self._held_in_forward, self._began = {}, None
+        for seen in (self._unused_graphs, self._evaluations, self._in_evaluation_mode, self._without_gradient):
+            seen.clear()
+        self._models_in_steps.clear()
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
             ops[place] = structs.replace(ops[place], step=0)
 
     def _note_time(self, optimizer: Optimizer, now: float) -> None:
         """Time a step that is not recorded, from the end of the one before."""
-        if id(optimizer) != next(iter(self._optimizers), None):
+        if id(optimizer) != self._timed_optimizer or self._is_timed:
             return
         if self._began is not None:
             self._after.append((now - self._began, self._waited))
         self._began, self._waited = now, 0.0
         if len(self._after) > self._asked:  # the first has the end of recording in it
             self._after.pop(0)
-            self._hooks.close()
+            self._is_timed = True
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
+        """Bytes of models that run in steps and that no backward has reached, by class."""
         found: dict[str, int] = {}
-        for model in self._ops.modules.models.values():
-            parameters = list(model.parameters())
-            if parameters and not any(id(each) in self._ever_reached for each in parameters):
-                name = type(model).__name__
-                found[name] = found.get(name, 0) + sum(each.nbytes for each in parameters)
+        for name, size_bytes, parameters in self._models_in_steps.values():
+            if parameters and parameters.isdisjoint(self._backwards.ever_reached):
+                found[name] = found.get(name, 0) + size_bytes
         return found
 
     @property
     def _names(self) -> dict[int, str]:
-        models = self._ops.modules.models.items()
         return {
             id(parameter): ".".join(filter(None, (prefix, name)))
-            for prefix, model in reversed([*models])
+            for prefix, model in reversed(self._ops.modules.alive())
             for name, parameter in model.named_parameters()
         }
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_in_operator() -> bool:
+    """Whether torch itself compiles an operator that takes functions, such as `torch.cond`."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if "_higher_order_ops" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_FRAMES = 12
+"""Frames up to the operator, with those of `replaced` and of torch's compiler."""
 
 
 def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:

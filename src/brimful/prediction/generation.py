@@ -74,8 +74,9 @@ class GenerationEstimate(PrintedResult):
     """Parameters and buffers."""
     cache_bytes: int
     """Key/value cache after the last step; it lacks the last token, which no step reads."""
-    cache_bytes_per_token: int
-    """What the cache grows by with each token of one sequence; a sample has a sequence for each beam."""
+    cache_bytes_per_token: int | None
+    """What the cache grows by with each token of one sequence; a sample has a sequence for each beam. None if
+    it does not grow: one token, or a full window."""
     phases: tuple[GenerationPeak, ...]
     peak_phase: GenerationPhase
     largest_micro_batch_size: int
@@ -139,7 +140,7 @@ class Generation:
             before = too_large - fitting
             fitting = max((s for s, each in needed.items() if each <= self.capacity_bytes), default=0)
             too_large = min((s for s, each in needed.items() if each > self.capacity_bytes), default=too_large)
-            guess = self._meeting(needed, guess)
+            guess = self._meeting(needed, guess) if len(needed) > 1 else (fitting + too_large) // 2
             if 2 * (too_large - fitting) > before and len(needed) > _LINES_TRIED and too_large <= MOST_SAMPLES:
                 guess = (fitting + too_large) // 2
         return fitting
@@ -194,7 +195,7 @@ def predict_generation(
         cache_flushes=limited.cache_flushes,
         weights_bytes=sum(s.size_bytes for s in trace.storages if s.category is Category.PARAMETERS),
         cache_bytes=phases[-1].cache_bytes,
-        cache_bytes_per_token=grown // (micro_batch_size * num_beams),
+        cache_bytes_per_token=grown // (micro_batch_size * num_beams) or None,
         phases=phases,
         peak_phase=max(phases, key=lambda phase: phase.predicted_peak_allocated_bytes).name,
         largest_micro_batch_size=generation.largest(micro_batch_size, high),

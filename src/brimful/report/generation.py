@@ -50,10 +50,9 @@ def _parts(found: GenerationEstimate) -> Iterator[Part]:
     if context_bytes:
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} with the CUDA context")
     yield Row("weights", format_bytes(found.weights_bytes))
-    yield Row(
-        "key/value cache",
-        f"{format_bytes(found.cache_bytes)} at the end, {found.cache_bytes_per_token:,} B a token and sequence",
-    )
+    per_token = found.cache_bytes_per_token
+    grows = "" if per_token is None else f", {per_token:,} B a token and sequence"
+    yield Row("key/value cache", f"{format_bytes(found.cache_bytes)} at the end{grows}")
     largest = found.largest_micro_batch_size
     yield Row("largest batch", f"{largest:,} fits" if largest else "not even one sample fits")
     yield from uncertain_rows(found.uncertain_ops)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from brimful.errors import UsageError
 from brimful.job import Data, Job
@@ -45,6 +46,14 @@ def _read_as_asked(name: str, loader: Any, options: LoadingOptions) -> DataLoade
     read = copy.copy(loader)
     read.num_workers, read.prefetch_factor = workers, ahead if workers else None
     read.pin_memory = options.pin_memory or loader.pin_memory
+    vars(read)["_iterator"] = None  # of workers that persist
     if not workers:
+        read.timeout = 0
         vars(read)["persistent_workers"] = False  # a DataLoader refuses to have it set
+    if workers > max(loader.num_workers, 1) and isinstance(loader.dataset, IterableDataset):
+        warnings.warn(
+            f"each of {workers} workers reads all of a {type(loader.dataset).__name__}, unless it divides its "
+            "samples by torch.utils.data.get_worker_info().",
+            stacklevel=2,
+        )
     return read

@@ -1,0 +1,113 @@
+"""What backward does in a watched run: which parameters it reaches, and which gradients it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.batches import tensors_in
+from brimful.capture.recording.lines import calling_line
+from brimful.doctor.evidence import Backward
+from brimful.doctor.graphs import is_scaled, leaves_of
+from brimful.doctor.recording import WatchedOps
+from brimful.torch_utils.replaced import replaced
+
+
+class Backwards:
+    """Notes the calls of backward in recorded steps; `before` is called before each of the whole run."""
+
+    def __init__(self, ops: WatchedOps, before: Callable[[], bool]) -> None:
+        self._ops, self._before = ops, before
+        self.noted: list[Backward] = []
+        self.reached: set[int] = set()
+        """Leaves that backward has reached in this step, by id."""
+        self.ever_reached: set[int] = set()
+        self._updates = 0
+        self.adding: dict[str, None] = {}
+        """Lines of backward that add to gradients which an optimizer has used, and will use again."""
+        self._used: dict[int, str] = {}
+        """Parameters whose gradients have parts of earlier steps, by id, with the line that adds to them."""
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Note calls while the context is open."""
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+
+        def noted(tensors: Any, *args: Any, **named: Any) -> None:
+            if self._before():
+                retains = bool(named.get("retain_graph") or (args[1:2] or [False])[0])
+                self._note([*tensors_in(tensors)], retains_graph=retains)
+            backward(tensors, *args, **named)
+
+        def noted_grad(outputs: Any, *args: Any, **named: Any) -> Any:
+            if self._before():
+                self._reach(leaves_of(tensors_in(outputs)))
+            return grad(outputs, *args, **named)
+
+        with replaced(torch.autograd, "backward", noted), replaced(torch.autograd, "grad", noted_grad):
+            yield
+
+    def stepping(self, parameters: Iterable[Tensor]) -> None:
+        """Note that an optimizer steps parameters with the gradients that they have now."""
+        self._updates += 1
+        for parameter in parameters:
+            if (line := self._used.pop(id(parameter), None)) is not None:
+                self.adding.setdefault(line)
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        self.reached.clear()
+
+    def _reach(self, leaves: list[Tensor]) -> None:
+        self.reached.update(map(id, leaves))
+        self.ever_reached.update(map(id, leaves))
+
+    def _note(self, losses: list[Any], *, retains_graph: bool) -> None:
+        ops, line = self._ops, calling_line()
+        leaves = leaves_of(losses)
+        if (
+            ops.in_optimizer or torch._C._current_autograd_node() is not None
+        ):  # a closure; a checkpointed region
+            self._reach(leaves)
+            return
+        loses = any(id(each) in self.reached and each.grad is None for each in leaves)
+        zero_bytes = 0
+        with ops.paused():
+            for leaf in leaves:
+                is_fresh = id(leaf) not in self.reached
+                if leaf.grad is None or leaf.grad.layout is not torch.strided:
+                    self._used.pop(id(leaf), None)
+                elif is_fresh or id(leaf) in self._used:
+                    if not bool(leaf.grad.any()):
+                        self._used.pop(id(leaf), None)
+                        zero_bytes += leaf.grad.nbytes * is_fresh
+                    elif is_fresh and ops.position.step > 0:
+                        self._used[id(leaf)] = line
+        self.noted.append(
+            Backward(
+                line=line,
+                step=ops.position.step,
+                updates_before=self._updates,
+                leaves=hash(frozenset(map(id, leaves))),
+                is_scaled=any(map(is_scaled, losses)),
+                retains_graph=retains_graph,
+                reduces=tuple(self._reducing({*map(id, leaves)})),
+                zero_gradient_bytes=zero_bytes,
+                loses_gradients=loses,
+            )
+        )
+        self._reach(leaves)
+
+    def _reducing(self, leaves: set[int]) -> Iterator[str]:
+        """The DDP models of whose parameters this backward reduces the gradients over ranks."""
+        for prefix, model in self._ops.modules.alive():
+            if getattr(model, "require_backward_grad_sync", False) and _has_any(model, leaves):
+                yield prefix
+
+
+def _has_any(model: nn.Module, leaves: set[int]) -> bool:
+    return any(id(each) in leaves for each in model.parameters())

@@ -1,0 +1,75 @@
+"""Autograd's graphs: their leaves, how old their nodes are, what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_MOST_NODES = 100_000
+"""Nodes of a graph that are looked at. A choice: more take longer than a step."""
+_LAST_NUMBER = 2**63
+"""Autograd numbers nodes from 0; those that accumulate gradients, which steps share, are numbered above."""
+_PASSED_ON = ("AddBackward", "ToCopyBackward", "SumBackward", "MeanBackward", "ReshapeBackward", "ViewBackward")
+"""Beginnings of nodes between a loss and its scaling."""
+
+
+def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of the graphs of tensors, each once."""
+    left, seen = [each.grad_fn for each in tensors if isinstance(each, Tensor)], set[Any]()
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+            yield node
+
+
+def leaves_of(tensors: Iterable[Any]) -> list[Tensor]:
+    """The leaves that backward from tensors gives gradients, such as parameters."""
+    return [node.variable for node in nodes_of(tensors) if node.name() == _ACCUMULATE_GRAD]
+
+
+def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:
+    """The lowest and the highest number of the nodes of graphs; None without a graph."""
+    numbers = [number for node in nodes_of(tensors) if (number := node._sequence_nr()) < _LAST_NUMBER]
+    return (min(numbers), max(numbers)) if numbers else None
+
+
+def is_scaled(loss: Any) -> bool:
+    """Whether a loss, or a part of its sum, is divided or multiplied by something."""
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None:
+            continue
+        if node.name().startswith(("Div", "Mul")):
+            return True
+        if node.name().startswith(_PASSED_ON):
+            left += [following for following, _ in node.next_functions]
+    return False
+
+
+def saved_bytes(outputs: Iterable[Any], beside: Iterable[Tensor]) -> int:
+    """Bytes that the graphs of outputs save, but for the tensors in `beside`."""
+    known = {each.untyped_storage()._cdata for each in beside if each.layout is torch.strided}
+    found: dict[int, int] = {}
+    for node in nodes_of(outputs):
+        for tensor in _saved_by(node):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(size for address, size in found.items() if address not in known)
+
+
+def _saved_by(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_saved_") or name == "saved_tensors":
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # backward has freed it
+                continue
+            yield from value if isinstance(value, tuple) else (value,)

@@ -1,0 +1,317 @@
+"""Healthy runs of many styles: nothing is found, nothing breaks, nothing is kept alive."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+
+from brimful.doctor import Watch, findings
+
+WIDTH = 32
+
+
+def net(outputs: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+def adam(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([each for model in models for each in model.parameters()])
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, WIDTH), torch.randint(0, 4, (16,))
+
+
+def loss_network_in_evaluation_mode() -> None:
+    model, judge = net(WIDTH), net(8).eval()
+    optimizer = adam(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        judge(model(batch()[0])).square().mean().backward()
+        optimizer.step()
+        judge.zero_grad()
+
+
+def reentrant_checkpoints() -> None:
+    blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    optimizer = adam(blocks)
+    for _ in range(8):
+        x = batch()[0].requires_grad_()
+        optimizer.zero_grad()
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        x.square().mean().backward()
+        optimizer.step()
+
+
+def forces_in_evaluation() -> None:
+    model = net(1)
+    optimizer = adam(model)
+    for _ in range(8):
+        x = batch()[0].requires_grad_()
+        optimizer.zero_grad()
+        (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        force.square().mean().backward()
+        optimizer.step()
+    model.eval()
+    x = batch()[0].requires_grad_()
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def generator_before_discriminator() -> None:
+    generator, critic = net(WIDTH), net(1)
+    first, second = adam(generator), adam(critic)
+    for _ in range(8):
+        made = generator(batch()[0])
+        first.zero_grad()
+        critic(made).mean().backward()
+        first.step()
+        second.zero_grad()
+        (critic(batch()[0]).mean() - critic(made.detach()).mean()).backward()
+        second.step()
+        del made
+
+
+def optimizers_in_turn() -> None:
+    model = net()
+    both = adam(model[0]), adam(model[2])
+    for number in range(12):
+        for each in both:
+            each.zero_grad()
+        x, y = batch()
+        functional.cross_entropy(model(x), y).backward()
+        both[number % 2].step()
+
+
+def entropy() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        scores = model(batch()[0])
+        optimizer.zero_grad()
+        (scores.softmax(-1) * scores.log_softmax(-1)).sum(-1).mean().backward()
+        del scores
+        optimizer.step()
+
+
+def skipped_steps() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(12):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        if number not in (0, 1, 4):
+            optimizer.step()
+
+
+def adversarial_examples() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        x.requires_grad_()
+        model.eval()
+        functional.cross_entropy(model(x), y).backward()
+        model.train()
+        optimizer.zero_grad()
+        assert x.grad is not None
+        functional.cross_entropy(model(x.detach() + x.grad.sign()), y).backward()
+        optimizer.step()
+
+
+def closures() -> None:
+    model = net(1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x = batch()[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+
+
+def sparse_gradients() -> None:
+    table = nn.Embedding(100, WIDTH, sparse=True)
+    optimizer = torch.optim.SparseAdam(list(table.parameters()))
+    for _ in range(8):
+        optimizer.zero_grad()
+        table(torch.randint(0, 100, (16,))).square().mean().backward()
+        optimizer.step()
+
+
+def sparse_variable() -> None:
+    adjacency = torch.eye(16).to_sparse()
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        optimizer.zero_grad()
+        torch.sparse.mm(adjacency, model(batch()[0])).square().mean().backward()
+        optimizer.step()
+
+
+def hooks_of_the_script() -> None:
+    model = net()
+    optimizer = adam(model)
+    steps = []
+    handle = register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    for _ in range(12):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    handle.remove()
+    assert len(steps) == 12
+
+
+def bounded_buffer() -> None:
+    model = net()
+    optimizer = adam(model)
+    buffer = deque[Tensor](maxlen=100)
+    for _ in range(8):
+        x, y = batch()
+        buffer.append(x)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def variables_as_a_dict() -> None:
+    width = 3
+    options = locals()
+    model = net()
+    optimizer = adam(model)
+    for _ in range(4):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert (
+        json.dumps({name: value for name, value in options.items() if name == "width"})
+        == f'{{"width": {width}}}'
+    )
+    assert "model" not in options
+
+
+def memory_that_ran_out_and_was_caught() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        if number == 1:
+            with pytest.raises(RuntimeError):
+                torch.empty(1 << 50)
+        optimizer.step()
+
+
+HEALTHY: list[Callable[[], None]] = [
+    reentrant_checkpoints,
+    generator_before_discriminator,
+    optimizers_in_turn,
+    entropy,
+    skipped_steps,
+    adversarial_examples,
+    closures,
+    sparse_gradients,
+    sparse_variable,
+    hooks_of_the_script,
+    bounded_buffer,
+    variables_as_a_dict,
+    memory_that_ran_out_and_was_caught,
+]
+
+
+@pytest.mark.parametrize("run", HEALTHY, ids=lambda run: run.__name__)
+def test_a_healthy_run_has_no_findings(run: Callable[[], None]) -> None:
+    assert checks_of(run) == []
+
+
+def test_backward_through_a_model_in_evaluation_mode_uses_its_graph() -> None:
+    """Its own gradients are unused, and the last bias has none."""
+    assert checks_of(loss_network_in_evaluation_mode) == ["not-optimized"]
+    assert checks_of(forces_in_evaluation) == ["without-gradient"]
+
+
+def checks_of(run: Callable[[], None]) -> list[str]:
+    torch.manual_seed(0)
+    with Watch() as watch:
+        run()
+    evidence = watch.evidence()
+    assert evidence.steps
+    assert not evidence.error
+    assert evidence.failed is None
+    return [each.check for each in findings(evidence)]
+
+
+def test_weights_are_those_of_a_run_that_is_not_watched() -> None:
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(net(WIDTH), nn.Dropout(0.1), nn.BatchNorm1d(WIDTH))
+        optimizer = adam(model)
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(batch()[0]).square().mean().backward()
+            optimizer.step()
+        return [each.detach().clone() for each in model.state_dict().values()]
+
+    alone = trained()
+    with Watch():
+        watched = trained()
+    assert all(map(torch.equal, alone, watched))
+
+
+def test_nothing_is_kept_alive() -> None:
+    kept: list[weakref.ref[object]] = []
+
+    def trained() -> None:
+        model = net()
+        optimizer = adam(model)
+        for _ in range(5):
+            scores = model(batch()[0])
+            optimizer.zero_grad()
+            scores.square().mean().backward()
+            optimizer.step()
+            kept.append(weakref.ref(scores))
+            del scores
+            assert kept[-1]() is None
+        kept.extend([weakref.ref(model), weakref.ref(optimizer)])
+
+    with Watch() as watch:
+        trained()
+        gc.collect()
+        assert all(each() is None for each in kept)
+    assert len(watch.evidence().steps) == 3
+
+
+def test_an_error_of_watching_ends_recording_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr("brimful.doctor.watch.held_by_names", broken)
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = adam(model)
+    with Watch() as watch:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(batch()[0]).square().mean().backward()
+            optimizer.step()
+    assert watch.evidence().error == "ValueError: broken"
+    assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
