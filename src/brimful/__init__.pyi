@@ -3,6 +3,7 @@
 from brimful import (
     api as api,
     devices as devices,
+    doctor as doctor,
     errors as errors,
     job as job,
     optimizers as optimizers,

@@ -72,6 +72,10 @@ class Watch:
     Ops run as they are: what the run computes, draws and prints stays the same. So nothing is recorded once it
     calls compiled code, unless `eager` runs compiled code eagerly in the recorded steps, which rounds
     otherwise. Only the thread that enters it is watched. An error of watching itself ends recording.
+
+    Args:
+        steps: Optimizer steps that are recorded; as many are timed after them.
+        eager: Whether compiled code runs eagerly in the recorded steps.
     """
 
     def __init__(self, steps: int = STEPS, *, eager: bool = False) -> None:
