@@ -129,12 +129,14 @@ def test_ctrl_c_ends_the_script_and_shows_what_was_seen(folder: Path) -> None:
     )
     (folder / "train.py").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "brimful", "run", "train.py"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in errors
     assert "watched 3 optimizer steps" in errors
