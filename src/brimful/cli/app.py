@@ -576,8 +576,8 @@ torchao registers enums in a deprecated way. Transformers imports torchao wherev
 
 def main() -> None:
     """Run the command line."""
-    if sys.argv[1:2] == ["run"]:  # the script's streams and warnings stay as Python has them
-        sys.exit(_exit_status())
+    if sys.argv[1:2] == ["run"]:  # the script's streams, warnings and arguments stay as Python has them
+        sys.exit(_exit_status(sys.argv[1:]))
     replace_standard_streams()
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
     for name in _OF_LIBRARIES:
@@ -587,13 +587,13 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in _PREDICTING:
         # The process ends soon, and collecting takes a second where traces are large (`gc_pause`).
         gc.disable()
-    sys.exit(_exit_status())
+    sys.exit(_exit_status(with_size_after_largest(sys.argv[1:])))
 
 
-def _exit_status() -> int:
+def _exit_status(arguments: list[str]) -> int:
     """Run the command that the arguments name."""
     try:
-        return app(_arguments(), standalone_mode=False) or 0
+        return app(arguments, standalone_mode=False) or 0
     except typer.Abort:
         return 1
     except Exception as error:
@@ -603,11 +603,6 @@ def _exit_status() -> int:
         error.show()
         report_bad_usage(error.format_message(), as_json="--json" in sys.argv)
         return int(error.exit_code)
-
-
-def _arguments() -> list[str]:
-    """The arguments of the command; a script's own are as they are given."""
-    return sys.argv[1:] if sys.argv[1:2] == ["run"] else with_size_after_largest(sys.argv[1:])
 
 
 _BAD_USAGE: Any = typer.BadParameter.__base__

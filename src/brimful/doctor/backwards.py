@@ -69,9 +69,8 @@ class Backwards:
     def _note(self, losses: list[Any], *, retains_graph: bool) -> None:
         ops, line = self._ops, calling_line()
         leaves = leaves_of(losses)
-        if (
-            ops.in_optimizer or torch._C._current_autograd_node() is not None
-        ):  # a closure; a checkpointed region
+        is_in_checkpoint = torch._C._current_autograd_node() is not None
+        if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves)
             return
         loses = any(id(each) in self.reached and each.grad is None for each in leaves)

@@ -123,7 +123,7 @@ class Evidence:
     error: str
     """An error of brimful's own, where recording ended; "" if there was none."""
     compiled: str
-    """The line that calls `torch.compile`, where recording ended; "" if none did."""
+    """The line that calls compiled code, where recording ended; "" if none did."""
     failed: Failure | None
     measured_peak_bytes: int | None
     """torch's own measurement of allocated memory; None on a CPU."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from statistics import median
 
 from brimful.doctor.evidence import Evidence
@@ -32,8 +33,6 @@ LEAST_BYTES = MIB
 class Finding:
     """Something that is wrong, what it costs, and the one change to make."""
 
-    check: str
-    """Name of the check, such as "history-kept"."""
     what: str
     change: str
     line: str = ""
@@ -42,6 +41,8 @@ class Finding:
     """Bytes at stake; None if it is not memory, or not known."""
     seconds: float | None = None
     """Time at stake in a step."""
+    check: str = ""
+    """Name of the check, such as "history-kept": that of its function, which `findings` sets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +86,18 @@ class Seen:
     def lasting(self) -> list[tuple[Holding, tuple[int, ...]]]:
         """What names hold at the end of the last step, each with how many tensors at the end of every step."""
         ends = [each.held for each in self.evidence.steps]
-        counts = (
-            {name: tuple(end[name].count if name in end else 0 for end in ends) for name in ends[-1]}
-            if ends
-            else {}
-        )
-        return [(ends[-1][name], of_steps) for name, of_steps in counts.items()]
+        if not ends:
+            return []
+        return [
+            (held, tuple(end[name].count if name in end else 0 for end in ends))
+            for name, held in ends[-1].items()
+        ]
+
+    def made_by(self, is_meant: Callable[[Op], bool]) -> list[tuple[int, Op]]:
+        """Bytes that live at the peak with the ops that made them, of those ops that are meant."""
+        storages, ops = self.evidence.trace.storages, self.evidence.trace.ops
+        made = ((size, storages[index].op) for index, size in self.held_at_peak.items())
+        return [(size, ops[op]) for size, op in made if op is not None and is_meant(ops[op])]
 
 
 Check = Callable[[Seen], Iterator[Finding]]
@@ -109,7 +116,11 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
     seen = Seen(evidence)
     if not evidence.trace.events:
         return ()
-    found = [each for function in CHECKS for each in function(seen)]
+    found = [
+        replace(each, check=function.__name__.replace("_", "-"))
+        for function in CHECKS
+        for each in function(seen)
+    ]
     return tuple(sorted(found, key=lambda each: -(each.size_bytes or 0)))
 
 
@@ -122,9 +133,8 @@ def history_kept(seen: Seen) -> Iterator[Finding]:
     for held, _ in seen.lasting:
         if held.reaches_back:
             yield Finding(
-                check="history-kept",
                 what=f"{held.name} keeps the graphs of earlier steps, with all that they hold",
-                change=(f"add to {held.name} what has no graph: .detach(), or the number alone, .item()"),
+                change=f"add to {held.name} what has no graph: .detach(), or the number alone, .item()",
                 line=held.line,
                 size_bytes=_growth(seen, held),
             )
@@ -137,7 +147,6 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
         is_growing = len(counts) > 2 and all(first < second for first, second in pairwise(counts[-3:]))
         if is_growing and not held.reaches_back:
             yield Finding(
-                check="container-grows",
                 what=f"{held.name} has more tensors after each step: {', '.join(map(str, counts))}",
                 change="keep numbers (.item()), or move what is needed to the host (.detach().cpu())",
                 line=held.line,
@@ -151,7 +160,6 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
     for held in seen.evidence.held_in_forward.values():
         if held.has_graph and held.count == 1 and seen.is_large(held.size_bytes):
             yield Finding(
-                check="intermediate-kept",
                 what=f"{held.name} lives on through the next forward, beside the one that replaces it",
                 change=f"del {held.name} after backward",
                 line=held.line,
@@ -159,7 +167,7 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
             )
 
 
-def _growth(seen: Seen, held: Holding) -> int | None:
+def _growth(seen: Seen, held: Holding) -> int:
     growth_bytes = seen.evidence.growth_bytes
     return growth_bytes if growth_bytes and growth_bytes > 0 else held.size_bytes
 
@@ -173,7 +181,6 @@ def evaluation_with_gradients(seen: Seen) -> Iterator[Finding]:
     for each in seen.evidence.evaluations:
         if each.saved_bytes:
             yield Finding(
-                check="evaluation-with-gradients",
                 what="a forward in evaluation mode saves tensors for a backward that never runs",
                 change="run it under torch.no_grad() or torch.inference_mode()",
                 line=each.line,
@@ -186,7 +193,6 @@ def trained_in_evaluation_mode(seen: Seen) -> Iterator[Finding]:
     """Training steps with a model in evaluation mode."""
     for line in seen.evidence.trained_in_evaluation_mode:
         yield Finding(
-            check="trained-in-evaluation-mode",
             what="the model trains in evaluation mode: no dropout, and BatchNorm takes its running statistics",
             change="call model.train() before the step, after each evaluation",
             line=line,
@@ -198,7 +204,6 @@ def graph_unused(seen: Seen) -> Iterator[Finding]:
     """A forward in training mode that builds a graph which no backward uses."""
     for each in seen.evidence.unused_graphs:
         yield Finding(
-            check="graph-unused",
             what="a forward saves tensors for a backward that does not run in the step",
             change="run it under torch.no_grad(), or train the model",
             line=each.line,
@@ -212,7 +217,6 @@ def untrained_model(seen: Seen) -> Iterator[Finding]:
     for name, size_bytes in seen.evidence.untrained_bytes.items():
         if seen.is_large(size_bytes):
             yield Finding(
-                check="untrained-model",
                 what=f"{name} runs in the step and is not trained, and its weights take memory",
                 change="keep its weights in bf16 or on the host; or compute a teacher's results once, before",
                 size_bytes=size_bytes,
@@ -228,7 +232,6 @@ def gradients_lost(seen: Seen) -> Iterator[Finding]:
     for line, calls in seen.evidence.repeated.items():
         if all(each.loses_gradients for each in calls[1:]):
             yield Finding(
-                check="gradients-lost",
                 what="gradients of earlier micro-batches are cleared before the optimizer has used them",
                 change="call zero_grad() once for each optimizer step, not for each micro-batch",
                 line=line,
@@ -241,7 +244,6 @@ def gradients_kept(seen: Seen) -> Iterator[Finding]:
     kept = [each for each in seen.evidence.backwards if each.step > 0 and each.zero_gradient_bytes]
     if kept and seen.is_large(kept[-1].zero_gradient_bytes):
         yield Finding(
-            check="gradients-kept",
             what="gradients of the step before take memory during the forward",
             change="zero_grad(set_to_none=True), the default, after the optimizer's step or before the forward",
             line=kept[-1].line,
@@ -254,7 +256,6 @@ def gradients_added(seen: Seen) -> Iterator[Finding]:
     """Gradients that are added to those of earlier steps."""
     for line in seen.evidence.gradients_added:
         yield Finding(
-            check="gradients-added",
             what="gradients are added to those that the step before has used",
             change="call optimizer.zero_grad() once for each optimizer step",
             line=line,
@@ -267,7 +268,6 @@ def without_gradient(seen: Seen) -> Iterator[Finding]:
     names = seen.evidence.trace.without_gradient
     if names:
         yield Finding(
-            check="without-gradient",
             what=f"the optimizer has {_some(names)}, of which no recorded step has gradients",
             change="set requires_grad to False, or use them in the forward",
         )
@@ -279,7 +279,6 @@ def not_optimized(seen: Seen) -> Iterator[Finding]:
     names = seen.evidence.not_optimized
     if names:
         yield Finding(
-            check="not-optimized",
             what=f"{_some(tuple(names))} get gradients that no optimizer uses",
             change="give them to the optimizer, or set requires_grad to False",
             size_bytes=sum(names.values()),
@@ -292,7 +291,6 @@ def graph_retained(seen: Seen) -> Iterator[Finding]:
     lines = dict.fromkeys(each.line for each in seen.evidence.backwards if each.retains_graph)
     for line in lines:
         yield Finding(
-            check="graph-retained",
             what="backward keeps the graph and all saved tensors",
             change="omit retain_graph=True if nothing else needs the graph, or add the losses for one backward",
             line=line,
@@ -306,7 +304,6 @@ def not_normalized(seen: Seen) -> Iterator[Finding]:
         if not seen.evidence.divides_gradients and not any(each.is_scaled for each in calls):
             count = len(calls)
             yield Finding(
-                check="not-normalized",
                 what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",
                 change=f"(loss / {count}).backward(), if the loss is a mean",
                 line=line,
@@ -319,7 +316,6 @@ def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
     for line, calls in seen.evidence.repeated.items():
         if all(each.reduces for each in calls):
             yield Finding(
-                check="reduced-in-every-micro-batch",
                 what=f"ranks reduce gradients {len(calls)} times in a step",
                 change="run forward and backward of all but the last micro-batch under model.no_sync()",
                 line=line,
@@ -332,7 +328,6 @@ def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
     norms = [path for path, name in seen.evidence.trace.module_classes if name.startswith("BatchNorm")]
     if norms and seen.evidence.micro_batches > 1:
         yield Finding(
-            check="batch-norm-of-micro-batches",
             what=f"{_some(norms)} normalise over micro-batches, not over the batch of a step",
             change="GroupNorm, or a larger micro-batch with activation checkpointing",
         )
@@ -346,7 +341,6 @@ def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
     norms = sorted(each for each in modules if classes.get(each, "").startswith("BatchNorm"))
     if norms:
         yield Finding(
-            check="batch-norm-recomputed",
             what=f"the running statistics of {_some(norms)} move twice in a step, as its forward runs again",
             change="checkpoint around it, or correct its momentum to 1 - sqrt(1 - momentum)",
         )
@@ -357,7 +351,6 @@ def softmax_twice(seen: Seen) -> Iterator[Finding]:
     """A softmax before a loss that has its own."""
     for line in seen.evidence.softmax_twice:
         yield Finding(
-            check="softmax-twice",
             what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
             change="omit the softmax in training",
             line=line,
@@ -376,7 +369,6 @@ def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
     )
     if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries) and temporaries >= LEAST_BYTES:
         yield Finding(
-            check="optimizer-makes-the-peak",
             what="the peak is in the optimizer's step, which computes on lists of all parameters at once",
             change="fused=True, or foreach=False",
             size_bytes=temporaries,
@@ -391,66 +383,58 @@ def attention_not_fused(seen: Seen) -> Iterator[Finding]:
         if op.phase is Phase.FORWARD:
             kinds[op.module].add(op_kind(op.name))
     modules = {module for module, found in kinds.items() if "_softmax" in found and found & {"bmm", "baddbmm"}}
-    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
-    of_attention = {
-        index: size
-        for index, size in seen.held_at_peak.items()
-        if (made := storages[index].op) is not None
-        and ops[made].module in modules
-        and op_kind(ops[made].name) in ("_softmax", "mul", "div", "native_dropout", "masked_fill", "add", "bmm")
-    }
-    softmax = [ops[storages[index].op or 0] for index in of_attention if "_softmax" in storages[index].label]
-    if softmax and seen.is_large(sum(of_attention.values())):
+    of_attention = seen.made_by(lambda op: op.module in modules and op_kind(op.name) in _OF_ATTENTION)
+    softmax = [op for _, op in of_attention if op_kind(op.name) == "_softmax"]
+    size_bytes = sum(size for size, _ in of_attention)
+    if softmax and seen.is_large(size_bytes):
         yield Finding(
-            check="attention-not-fused",
             what=f"attention in {_some(sorted(modules))} saves its weights of all pairs of tokens",
             change='F.scaled_dot_product_attention; in Transformers attn_implementation="sdpa"',
             line=softmax[0].line,
-            size_bytes=sum(of_attention.values()),
+            size_bytes=size_bytes,
         )
+
+
+_OF_ATTENTION = ("_softmax", "mul", "div", "native_dropout", "masked_fill", "add", "bmm")
+"""Kinds of ops that make tensors of tokens × tokens."""
 
 
 @check
 def logits_in_the_loss(seen: Seen) -> Iterator[Finding]:
     """Log-probabilities of a large vocabulary that a loss saves beside the logits."""
-    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
-    found = {
-        index: size
-        for index, size in seen.held_at_peak.items()
-        if (made := storages[index].op) is not None and op_kind(ops[made].name) == "_log_softmax"
-    }
-    if seen.is_large(sum(found.values())):
+    found = seen.made_by(lambda op: op_kind(op.name) == "_log_softmax")
+    size_bytes = sum(size for size, _ in found)
+    if found and seen.is_large(size_bytes):
         yield Finding(
-            check="logits-in-the-loss",
             what="the loss saves log-probabilities as large as the logits, and backward makes as many again",
             change="compute logits and loss in chunks of tokens: a plan's chunked loss, or Liger's fused one",
-            line=ops[storages[next(iter(found))].op or 0].line,
-            size_bytes=sum(found.values()),
+            line=found[0][1].line,
+            size_bytes=size_bytes,
         )
 
 
 @check
 def float32_copy(seen: Seen) -> Iterator[Finding]:
     """A result in half precision that is copied to float32 and kept."""
-    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
-    copies = {
-        index: size
-        for index, size in seen.held_at_peak.items()
-        if (made := storages[index].op) is not None
-        and op_kind(ops[made].name) == "_to_copy"
-        and ops[made].phase is Phase.FORWARD
-        and ops[made].dtype in ("bfloat16", "float16")
-        and ops[made].written_bytes > ops[made].read_bytes
-    }
-    if seen.is_large(sum(copies.values())):
-        largest = max(copies, key=lambda index: copies[index])
+    copies = seen.made_by(_is_float32_copy)
+    size_bytes = sum(size for size, _ in copies)
+    if copies and seen.is_large(size_bytes):
+        _, largest = max(copies, key=itemgetter(0))
         yield Finding(
-            check="float32-copy",
             what="results in half precision are copied to float32, which takes twice their memory beside them",
             change="keep them as they are, or compute the loss of a part of the tokens at a time",
-            line=ops[storages[largest].op or 0].line,
-            size_bytes=sum(copies.values()),
+            line=largest.line,
+            size_bytes=size_bytes,
         )
+
+
+def _is_float32_copy(op: Op) -> bool:
+    return (
+        op_kind(op.name) == "_to_copy"
+        and op.phase is Phase.FORWARD
+        and op.dtype in ("bfloat16", "float16")
+        and op.written_bytes > op.read_bytes
+    )
 
 
 @check
@@ -459,7 +443,6 @@ def lengths_change(seen: Seen) -> Iterator[Finding]:
     steps = len(seen.evidence.steps)
     if seen.evidence.trace.device_kind == "cuda" and 2 < steps <= seen.evidence.input_shapes:
         yield Finding(
-            check="lengths-change",
             what=f"inputs have {seen.evidence.input_shapes} shapes in {steps} steps: freed blocks do not fit",
             change="PYTORCH_ALLOC_CONF=expandable_segments:True, or batches of a few lengths",
         )
@@ -476,7 +459,6 @@ def half_precision_missed(seen: Seen) -> Iterator[Finding]:
         flops[op.dtype] += op.flops
     if seen.evidence.trace.device_kind == "cuda" and flops["float32"] > sum(flops.values()) / 2:
         yield Finding(
-            check="half-precision-missed",
             what=f"{flops['float32'] / sum(flops.values()):.0%} of the step's products are in float32",
             change="torch.autocast('cuda', torch.bfloat16): products of 8 significant bits on tensor cores",
         )
@@ -493,7 +475,6 @@ def waits_for_data(seen: Seen) -> Iterator[Finding]:
         none = 0 in seen.evidence.loader_workers
         which = ", which has no workers" if none else ""
         yield Finding(
-            check="waits-for-data",
             what=f"{min(waited / usual, 1):.0%} of a step waits for the DataLoader{which}",
             change="num_workers=1 or more reads ahead"
             if none
@@ -511,7 +492,6 @@ def waits_for_values(seen: Seen) -> Iterator[Finding]:
     for line, count in seen.evidence.host_reads.items():
         if count >= steps:
             yield Finding(
-                check="waits-for-values",
                 what=f"the host waits for the GPU {round(count / steps)} times a step to read a value",
                 change="read it once in many steps, or accumulate it on the GPU with .detach()",
                 line=line,
@@ -524,7 +504,6 @@ def cache_flushed(seen: Seen) -> Iterator[Finding]:
     for line, count in seen.evidence.cache_flushes.items():
         if count > 1:
             yield Finding(
-                check="cache-flushed",
                 what="empty_cache in each step frees nothing that torch could not use again, and waits",
                 change="omit it",
                 line=line,
@@ -536,7 +515,6 @@ def anomaly_detection(seen: Seen) -> Iterator[Finding]:
     """Anomaly detection is on."""
     if "anomaly" in seen.evidence.flags:
         yield Finding(
-            check="anomaly-detection",
             what="anomaly detection checks every gradient and keeps stacks of the forward",
             change="torch.autograd.set_detect_anomaly(False) once the fault is found",
         )
@@ -548,7 +526,6 @@ def benchmark_with_changing_shapes(seen: Seen) -> Iterator[Finding]:
     steps = len(seen.evidence.steps)
     if "cudnn.benchmark" in seen.evidence.flags and 1 < steps <= seen.evidence.input_shapes:
         yield Finding(
-            check="benchmark-with-changing-shapes",
             what=f"cudnn.benchmark tries algorithms for each of {seen.evidence.input_shapes} shapes of inputs",
             change="pad to a few shapes, or torch.backends.cudnn.benchmark = False",
         )
@@ -562,7 +539,6 @@ def data_parallel(seen: Seen) -> Iterator[Finding]:
     """`nn.DataParallel`."""
     if "DataParallel" in seen.evidence.models:
         yield Finding(
-            check="data-parallel",
             what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
             change="DistributedDataParallel, one process for each GPU",
         )
@@ -573,7 +549,6 @@ def checkpoint_without_gradient(seen: Seen) -> Iterator[Finding]:
     """Reentrant checkpointing of a region whose input needs no gradient."""
     if seen.evidence.trace.checkpoints_without_gradient:
         yield Finding(
-            check="checkpoint-without-gradient",
             what="a checkpointed region whose input needs no gradient gives its parameters none",
             change="use_reentrant=False, or model.enable_input_require_grads()",
         )

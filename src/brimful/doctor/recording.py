@@ -130,12 +130,10 @@ class WatchedOps(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def leave(self) -> bool:
-        """Stop recording, if nothing else is on the stack of modes above; whether that was so."""
-        if _get_current_dispatch_mode() is not self:
-            return False
-        self.__exit__(None, None, None)
-        return True
+    def leave(self) -> None:
+        """Leave the stack of modes, if nothing else is above."""
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
 
     def begin(self) -> None:
         """Begin the first step: what is there already is the model, or was made before training."""

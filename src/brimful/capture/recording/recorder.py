@@ -123,9 +123,8 @@ class Recorder(TorchDispatchMode):
             if info is None:
                 info = self._infos[func] = describe_op(func, self._rules)
             if func is _DEVICE_OF and type(args[0]) is FakeTensor:
-                return args[
-                    0
-                ].fake_device  # asked often; through the fake mode the answer takes 30 times as long
+                # Asked often; through the fake mode the answer takes 30 times as long.
+                return args[0].fake_device
             if info.is_metadata:
                 return func(*args, **kwargs)
             if self.carried is not None and self.carried.use is not None and not info.is_view:
