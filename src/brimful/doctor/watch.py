@@ -267,7 +267,7 @@ class Watch:
             yield
 
     def _stop_before_compiled_code(self) -> None:
-        if self._is_recording and self.is_watched_thread and not _is_in_operator():
+        if self._is_recording and self.is_watched_thread:
             self._compiled = calling_line() or "the script"
             self._stop()
 
@@ -449,22 +449,6 @@ class Watch:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_in_operator() -> bool:
-    """Whether torch itself compiles an operator that takes functions, such as `torch.cond`."""
-    frame: Any = sys._getframe(1)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return False
-        if "_higher_order_ops" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_FRAMES = 12
-"""Frames up to the operator, with those of `replaced` and of torch's compiler."""
 
 
 def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:
