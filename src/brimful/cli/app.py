@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="brimful",
     help="Fill your GPU to the brim, never over it: predict, plan and train inside a memory budget.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -75,13 +73,27 @@ app.command(
 )(run)
 
 
+_START = """\
+Fill your GPU to the brim, never over it. Three commands to start with:
+
+  brimful run train.py
+      what holds the memory of your training script, and what is wrong with it
+  brimful estimate gpt2 --micro-batch-size 4 --device "RTX 3060"
+      whether a step of a model fits a GPU; no GPU is needed
+  brimful plan gpt2 --global-batch-size 32 --device "RTX 3060"
+      the fastest way to train it that fits
+
+All commands: brimful --help"""
+
+
 @app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
-    if version:
+    if version or context.invoked_subcommand is None:
         with report_errors(as_json=False):
-            show(f"brimful {__version__}", dict, as_json=False)
+            show(f"brimful {__version__}" if version else _START, dict, as_json=False)
         raise typer.Exit
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from brimful.cli.output import refuse
@@ -22,7 +23,7 @@ def with_size_after_largest(arguments: Sequence[str]) -> list[str]:
     Typer has no options whose value is optional.
     """
     completed: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in pairwise([*arguments, "--"]):
         completed.append(argument)
         if argument == "--largest" and following.startswith("-"):
             completed.append(_BARE)

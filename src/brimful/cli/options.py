@@ -107,6 +107,14 @@ def _taken(field: Field[Any], given: dict[str, Any]) -> Any:
     return tuple(value or ()) if field.default == () else value
 
 
+def _device_names(typed: str) -> list[str]:
+    """What a shell completes a device's name to, without spaces, which it would not quote."""
+    from brimful.devices import known_devices
+
+    names = ["auto", "cpu", "cuda", *(device.name.replace(" ", "-") for device in known_devices())]
+    return [name for name in names if name.lower().startswith(typed.lower())]
+
+
 MODEL_ARGUMENT = typer.Argument(
     help="What to train: a built-in architecture (bert-large, resnet50, …), or path/to/file.py:NAME "
     "or package.module:NAME, a brimful.Job or a function that returns one.",
@@ -119,6 +127,7 @@ DeviceName = Annotated[
         "--device",
         help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto; or a GPU described: '
         '"name=…,memory=8GiB,bandwidth=300GB,tflops=9".',
+        autocompletion=_device_names,
     ),
 ]
 OnePrecision = Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")]

@@ -1,0 +1,48 @@
+"""What a newcomer types first: the bare command, and completion of the shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.command_line import brimful
+
+
+def test_the_bare_command_suggests_commands_that_run(tmp_path: Path) -> None:
+    bare = brimful(tmp_path)
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert "brimful --help" in bare.stdout
+    watch, *predict = re.findall(r"(?m)^  brimful (.+)$", bare.stdout)
+    assert watch.startswith("run ")
+    assert len(predict) == 2
+    for each in predict:
+        ran = brimful(tmp_path, *shlex.split(each))
+        assert ran.returncode == 0, (each, ran.stderr)
+        assert "RTX 3060" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("pla", "plan"), ("estimate gpt2 --micro-b", "--micro-batch-size"), ("plan x --device RTX-309", "RTX-3090")],
+)
+def test_a_shell_completes(typed: str, completed: str) -> None:
+    environment = {
+        "_BRIMFUL_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"brimful {typed}",
+        "COMP_CWORD": str(len(typed.split())),
+    }
+    code = "import sys; sys.argv = ['brimful']; from brimful.cli.app import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert completed in ran.stdout.split()
