@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.calibrated import output_of
+from helpers.command_line import brimful
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,49 +24,51 @@ PAGES = [
     *DOCS,
 ]
 LONGEST_README = 130
-LONGEST_OUTPUT = 15
 
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def example() -> str:
-    (found,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    return str(found)
+def shown(first: str) -> list[str]:
+    """Lines of the output in the README that begins so."""
+    (found,) = re.findall(rf"^```text\n({first}.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [line for line in str(found).splitlines() if line != "  ..."]
 
 
-def shown_output() -> str:
-    (found,) = re.findall(r"^```\n(job on cpu.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    return str(found)
-
-
-def without_times(text: str) -> str:
-    """A plan without what depends on how fast this machine is, and without the notes that may say so."""
-    kept = [line for line in text.splitlines() if "note:" not in line]
-    return re.sub(r", [\d.]+ .?s a step.*|| \(would take.*", "", "\n".join(kept))
+def without_times(line: str) -> str:
+    """A line without what depends on how fast this machine is."""
+    return re.sub(r" +[\d.]+ .?s\b( predicted)?", "", line)
 
 
 @pytest.mark.slow
-def test_the_example_runs_as_pasted_and_its_memory_is_what_is_shown(tmp_path: Path) -> None:
-    """Times on a CPU differ by machine, and with them the other ways that come close; memory does not.
+def test_a_watched_script_prints_what_is_shown(tmp_path: Path) -> None:
+    ran = brimful(ROOT, "run", "examples/leaky.py")
+    assert ran.returncode == 0
+    assert set(shown("watched 3")) <= set(ran.stderr.splitlines())
 
-    One thread, as two that wait for each other take three times as long where other tests run beside.
-    """
-    script = tmp_path / "first.py"
-    script.write_text(example(), encoding="utf-8")
-    output = output_of(script, tmp_path)
-    shown, printed = without_times(shown_output()), without_times(output)
-    assert printed.splitlines()[:2] == shown.splitlines()[:2]
-    for label in re.findall(r"^  (\w+)", shown, re.MULTILINE):
-        assert f"\n  {label}" in printed
-    predicted, measured = re.findall(r"peak allocated +([\d.]+ \w+) +([\d.]+ \w+)", printed)[0]
-    assert predicted == measured
+
+@pytest.mark.slow
+def test_the_guide_of_the_trainer_ends_as_shown(tmp_path: Path) -> None:
+    script = tmp_path / "guide.py"
+    guide = (ROOT / "docs" / "howto" / "trainer.md").read_text(encoding="utf-8")
+    script.write_text(re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)[0])
+    printed = map(without_times, output_of(script, tmp_path).splitlines())
+    assert {without_times(line).partition(", ")[0] for line in shown("brimful:")} <= {
+        line.partition(", ")[0] for line in printed
+    }
+
+
+@pytest.mark.slow
+def test_an_estimate_prints_what_is_shown(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^brimful (estimate .*?) +#", README, re.MULTILINE)
+    ran = brimful(tmp_path, *shlex.split(command))
+    assert ran.returncode == 1  # it does not fit
+    assert set(map(without_times, shown("gpt2"))) <= set(map(without_times, ran.stdout.splitlines()))
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST_README
-    assert len(shown_output().splitlines()) <= LONGEST_OUTPUT
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -6,11 +6,20 @@ so that both have the same words and numbers. Only a `Gauge` has no text: it dra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from textwrap import wrap
 
 _BAR_CELLS = 24
+_CELLS = 90
+"""Width of text: a terminal beside an editor, and a page that shows it in a block of code, have as many."""
+_MOST_CELLS_BEFORE = 60
+"""Width of a table's other columns beside which its last one is still wrapped."""
+
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mµ]?s|min|h)\b)")
+_NO_BREAK = "\u00a0"
 
 
 class Share(float):
@@ -103,7 +112,7 @@ class Report:
 
 def as_text(report: Report) -> str:
     """A report as lines of text: the heading, and below it, indented, the parts."""
-    return "\n".join([report.heading, *part_lines(report.parts, report.label_cells)])
+    return "\n".join([*_wrapped("", report.heading), *part_lines(report.parts, report.label_cells)])
 
 
 def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
@@ -111,9 +120,9 @@ def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
     for part in parts:
         match part:
             case Row():
-                yield f"  {part.label:<{label_cells}}{part.text}"
+                yield from _wrapped(f"  {part.label:<{label_cells}}", part.text)
             case Remark():
-                yield f"  {part.kind}: {part.text}" if part.kind else f"  {part.text}"
+                yield from _wrapped("  ", f"{part.kind}: {part.text}" if part.kind else part.text, indent=4)
             case Listing():
                 yield from listing_lines(part)
             case Gauge():
@@ -121,8 +130,29 @@ def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
 
 
 def listing_lines(listing: Listing) -> Iterator[str]:
-    """Lines of a table."""
+    """Lines of a table; a last cell that is too long continues below itself."""
     if listing.title:
-        yield f"  {listing.title}"
-    for cells in (*((listing.heading,) if listing.heading else ()), *listing.rows):
-        yield listing.line.format(*map(str, cells)).rstrip()
+        yield from _wrapped("  ", listing.title)
+    for row in (*((listing.heading,) if listing.heading else ()), *listing.rows):
+        *cells, last = map(str, row)
+        before = listing.line.format(*cells, "")
+        if len(before) > _MOST_CELLS_BEFORE or not listing.line.endswith("{}"):
+            yield listing.line.format(*cells, last).rstrip()
+        else:
+            yield from _wrapped(before, last)
+
+
+def _wrapped(before: str, text: str, indent: int | None = None) -> Iterator[str]:
+    """Text after something on its first line, in lines of at most `_CELLS`; a longer word stays whole."""
+    below = " " * (len(before) if indent is None else indent)
+    for line in text.split("\n"):
+        lines = wrap(
+            _BEFORE_UNIT.sub(_NO_BREAK, line),
+            _CELLS,
+            initial_indent=before,
+            subsequent_indent=below,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        yield from (each.replace(_NO_BREAK, " ") for each in lines or [before.rstrip()])
+        before = below
