@@ -29,7 +29,11 @@ def test_the_bare_command_suggests_commands_that_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
-    [("pla", "plan"), ("estimate gpt2 --micro-b", "--micro-batch-size"), ("plan x --device RTX-309", "RTX-3090")],
+    [
+        ("pla", "plan"),
+        ("estimate gpt2 --micro-b", "--micro-batch-size"),
+        ("plan x --device RTX-309", "RTX-3090"),
+    ],
 )
 def test_a_shell_completes(typed: str, completed: str) -> None:
     environment = {
