@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ So every dimension of a product varies, and a new case changes no other."""
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Sweeps over many alike cases run whole only if that is asked for."""
     parser.addoption("--all-cases", action="store_true", help="run every case of tests marked sweep")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Sentences of results are compared whole; `tests/unit/report/test_layout.py` tests how they wrap."""
+    if session.config.pluginmanager.has_plugin("terminalreporter"):
+        writer = session.config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth  # pytest's own lines keep it
+    os.environ["COLUMNS"] = "10000"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

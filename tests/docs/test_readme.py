@@ -42,7 +42,8 @@ def without_times(line: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_watched_script_prints_what_is_shown(tmp_path: Path) -> None:
+def test_a_watched_script_prints_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
     ran = brimful(ROOT, "run", "examples/leaky.py")
     assert ran.returncode == 0
     assert set(shown("watched 3")) <= set(ran.stderr.splitlines())
@@ -60,7 +61,8 @@ def test_the_guide_of_the_trainer_ends_as_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_estimate_prints_what_is_shown(tmp_path: Path) -> None:
+def test_an_estimate_prints_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
     (command,) = re.findall(r"^brimful (estimate .*?) +#", README, re.MULTILINE)
     ran = brimful(tmp_path, *shlex.split(command))
     assert ran.returncode == 1  # it does not fit

@@ -37,11 +37,11 @@ def calibrated(folder: Path, *, threads: int = 1) -> dict[str, str]:
         threads: On which the command is to compute.
 
     Returns:
-        All of this process's environment, and what names the folder and the threads.
+        All of this process's environment, and what names the folder, the threads and the width of text.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    changes = {"XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": str(threads)}
+    changes = {"COLUMNS": "90", "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": str(threads)}
     try:
         with (
             patch.dict(os.environ, changes),

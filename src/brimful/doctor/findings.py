@@ -167,6 +167,19 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
             )
 
 
+@check
+def state_kept(seen: Seen) -> Iterator[Finding]:
+    """A checkpoint that was loaded and lives on beside the model, or a copy of its weights."""
+    for held in seen.evidence.held_in_forward.values():
+        if held.is_state and seen.is_large(held.size_bytes):
+            yield Finding(
+                what=f"{held.name} holds weights beside the model's own",
+                change=f"del {held.name} after load_state_dict, or keep it on the host",
+                line=held.line,
+                size_bytes=held.size_bytes,
+            )
+
+
 def _growth(seen: Seen, held: Holding) -> int:
     growth_bytes = seen.evidence.growth_bytes
     return growth_bytes if growth_bytes and growth_bytes > 0 else held.size_bytes

@@ -6,11 +6,13 @@ import inspect
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, ModuleType
+from traceback import walk_tb
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -38,24 +40,26 @@ class Holding:
     """Bytes of the tensors, without what their graphs save."""
     has_graph: bool
     """Whether any of them has a graph."""
+    is_state: bool
+    """Whether it is a dict of weights by name, such as a `state_dict`."""
     reaches_back: bool
     """Whether a graph of this step or the one before leads to nodes of a step before those."""
 
 
-def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding]:
+def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int] = ()) -> dict[str, Holding]:
     """What names hold, in the calling functions of the user's code from `frame` on, and in their modules.
 
-    Parameters and gradients are not among it. `first_node` is the number of the first autograd node of the step
-    before this one.
+    Parameters and gradients are not among it, nor tensors of the storages `own`. `first_node` is the number of
+    the first autograd node of the step before this one.
     """
     found: dict[str, Holding] = {}
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_own(file):
             for name, value in (*_locals_of(frame).items(), *frame.f_globals.items()):
-                for shown, held in _of_name(name, value):
-                    if shown not in found and (tensors := list(_tensors(held))):
-                        found[shown] = _holding(shown, _line(file, shown), tensors, first_node)
+                for shown, held, written in _of_name(name, value):
+                    if shown not in found and (tensors := _tensors(held, own)):
+                        found[shown] = _holding(shown, _line(file, written), held, tensors, first_node)
         frame = frame.f_back
     return found
 
@@ -76,39 +80,62 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _of_name(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a name holds; of an object of the user's class, what each of its attributes does."""
-    if name.startswith("__") or isinstance(value, ModuleType | type | nn.Module | nn.Parameter):
+def _of_name(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+    """What a name holds, with its own name and the one by which code changes it.
+
+    Of an object of the user's class and of the modules in a model it is what each attribute holds; of a
+    function, what each variable around it does.
+    """
+    if name.startswith("__") or isinstance(value, ModuleType | type | nn.Parameter):
         return
     if _is_container(value):
-        yield name, value
+        yield name, value, name
+    elif isinstance(value, nn.Module):
+        for path, module in value.named_modules(prefix=name):
+            yield from _attributes(path, module, "self" if path != name else name)
+    elif isinstance(value, FunctionType):
+        for inner, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # a variable that has no value yet
+                if _is_container(cell.cell_contents):
+                    yield inner, cell.cell_contents, inner
     elif is_users_own(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
-        for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
-            if _is_container(inner):
-                yield f"{name}.{attribute}", inner
+        yield from _attributes(name, value, name)
+
+
+def _attributes(path: str, value: Any, written: str) -> Iterator[tuple[str, Any, str]]:
+    own = vars(nn.Module()) if isinstance(value, nn.Module) else {}
+    for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+        if attribute not in own and _is_container(inner):
+            yield f"{path}.{attribute}", inner, f"{written}.{attribute}"
 
 
 def _is_container(value: Any) -> bool:
     """Whether a value is a tensor or may hold ever more of them."""
     is_bounded = isinstance(value, deque) and value.maxlen is not None
-    return isinstance(value, Tensor | list | tuple | dict | deque) and not is_bounded
+    return isinstance(value, Tensor | list | tuple | dict | deque | BaseException) and not is_bounded
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The dense tensors in a value and in the containers inside it, but for parameters."""
-    left, seen = [value], 0
+def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
+    """The dense tensors in a value and in what is inside it, but for parameters and storages `own`.
+
+    An exception has the variables of the functions that it passed through.
+    """
+    left, seen, found = [value], 0, []
     while left and seen < _MOST_ENTRIES:
         entry, seen = left.pop(), seen + 1
         if isinstance(entry, Tensor):
             if not isinstance(entry, nn.Parameter) and entry.layout is torch.strided:
-                yield entry
+                found.append(entry)
         elif isinstance(entry, Mapping):
             left += entry.values()
         elif isinstance(entry, list | tuple | deque):
             left += entry
+        elif isinstance(entry, BaseException):
+            left += [value for frame, _ in walk_tb(entry.__traceback__) for value in _locals_of(frame).values()]
+    return [each for each in found if each.untyped_storage()._cdata not in own]
 
 
-def _holding(name: str, line: str, tensors: list[Tensor], first_node: int) -> Holding:
+def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node: int) -> Holding:
     ages = ages_of(tensors)
     return Holding(
         name=name,
@@ -116,8 +143,17 @@ def _holding(name: str, line: str, tensors: list[Tensor], first_node: int) -> Ho
         count=len(tensors),
         size_bytes=sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values()),
         has_graph=ages is not None,
+        is_state=_is_state(held),
         reaches_back=ages is not None and ages[0] < first_node <= ages[1],
     )
+
+
+def _is_state(value: Any) -> bool:
+    """Whether a dict, or one in it, has weights by name, such as "layer.weight"."""
+    if not isinstance(value, Mapping):
+        return False
+    names = [str(key) for key, entry in value.items() if isinstance(entry, Tensor)]
+    return any(name.endswith(".weight") for name in names) or any(map(_is_state, value.values()))
 
 
 @cache

@@ -230,7 +230,9 @@ class Watch:
         self._bytes_before_call = self._ops.live_bytes
         if self._is_first_call:
             self._is_first_call = False
-            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before)
+            weights = (*model.parameters(), *model.buffers())
+            own = {each.untyped_storage()._cdata for each in weights if each.layout is torch.strided}
+            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
         inputs = [
             each for each in tensors_in(args) if not isinstance(each, nn.Parameter) and not each.requires_grad
         ]

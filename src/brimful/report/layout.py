@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from shutil import get_terminal_size
 from textwrap import wrap
 
 _BAR_CELLS = 24
-_CELLS = 90
-"""Width of text: a terminal beside an editor, and a page that shows it in a block of code, have as many."""
+_COLUMNS, _LEAST_COLUMNS = 90, 60
+"""Width of text where there is no terminal, which a page that shows it has room for; and on any terminal."""
 _MOST_CELLS_BEFORE = 60
 """Width of a table's other columns beside which its last one is still wrapped."""
 
@@ -143,12 +144,13 @@ def listing_lines(listing: Listing) -> Iterator[str]:
 
 
 def _wrapped(before: str, text: str, indent: int | None = None) -> Iterator[str]:
-    """Text after something on its first line, in lines of at most `_CELLS`; a longer word stays whole."""
+    """Text after something on its first line, in lines as wide as the terminal; a longer word stays whole."""
+    columns = max(get_terminal_size((_COLUMNS, 0)).columns, _LEAST_COLUMNS)
     below = " " * (len(before) if indent is None else indent)
     for line in text.split("\n"):
         lines = wrap(
             _BEFORE_UNIT.sub(_NO_BREAK, line),
-            _CELLS,
+            columns,
             initial_indent=before,
             subsequent_indent=below,
             break_long_words=False,

@@ -214,10 +214,8 @@ def _runs_within(
 
 def _recomputed_bytes(tree: SavedTree, runs: Sequence[Sequence[str]]) -> int:
     """The most bytes that recomputing runs holds: what one saves, and the inputs of all up to it."""
-    held_bytes = itertools.accumulate(tree.bytes_returned(run[-1]) for run in runs[:-1])
-    return max(
-        (held + tree.bytes_saved(run) for held, run in zip((0, *held_bytes), runs, strict=True)), default=0
-    )
+    held_bytes = itertools.accumulate((tree.bytes_returned(run[-1]) for run in runs[:-1]), initial=0)
+    return max((held + tree.bytes_saved(run) for held, run in zip(held_bytes, runs, strict=False)), default=0)
 
 
 def _unit_of_run(tree: SavedTree, run: Sequence[str]) -> str:

@@ -335,10 +335,22 @@ def upcast(faulty: bool) -> None:
         optimizer.step()
 
 
+def resumed(faulty: bool) -> None:
+    model = Net()
+    state = {"step": 7, "model": Net().state_dict()}
+    model.load_state_dict(state["model"])
+    if not faulty:
+        state = {"step": 7, "model": model.state_dict()}  # the model's own
+    optimizer = sgd(model)
+    for x, y in data(samples=4):
+        step(model, optimizer, x, y)
+
+
 PLANTED: dict[str, Callable[[bool], None]] = {
     "history-kept": history,
     "container-grows": outputs,
     "intermediate-kept": kept,
+    "state-kept": resumed,
     "evaluation-with-gradients": evaluation,
     "trained-in-evaluation-mode": mode,
     "gradients-kept": gradients,
