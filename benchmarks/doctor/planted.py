@@ -37,7 +37,7 @@ class Fault:
     line_of: str = ""
     """Text of the line to be named; "" for a check that names none or any."""
     is_large: bool = False
-    """Whether the script's vocabulary is large too, so that the fault costs more than a twentieth of the peak."""
+    """Whether the vocabulary is large too, so that the fault costs more than a twentieth of the peak."""
 
 
 def _fault(

@@ -13,7 +13,6 @@ Each finding was read beside the script's code; `JUDGED` has those that are not 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from machine import commit_at, keep  # noqa: E402  # beside this folder
+from machine import commit_at, keep  # beside this folder
 
 COMMAND = "python benchmarks/doctor/public_runs.py CHECKOUTS --packages DIR"
 MOST_SECONDS = 300
@@ -65,18 +64,6 @@ def _words(folder: Path) -> None:
     lines = (data / "valid.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     for name in ("train", "valid", "test"):
         (data / f"{name}.txt").write_text("".join(lines[:60]), encoding="utf-8")
-
-
-def _enwik8(folder: Path) -> None:
-    """Random bytes as enwik8: a script reads its first 95 million."""
-    (folder / "data").mkdir(exist_ok=True)
-    content = np.random.default_rng(0).integers(32, 127, 95_000_000, dtype=np.uint8)
-    with gzip.open(folder / "data" / "enwik8.gz", "wb", compresslevel=0) as file:
-        file.write(content.tobytes())
-
-
-def _sines(folder: Path) -> None:
-    subprocess.run([sys.executable, "generate_sine_wave.py"], cwd=folder, check=True)
 
 
 def _nothing(_folder: Path) -> None:
@@ -123,9 +110,6 @@ RUNS = (
         _words,
     ),
     Run(EXAMPLES, "regression/main.py"),
-    Run(EXAMPLES, "time_sequence_prediction/train.py", "--steps 2", _sines),
-    Run(EXAMPLES, "reinforcement_learning/reinforce.py"),
-    Run("lucidrains/x-transformers", "train_enwik8.py", "", _enwik8),
     Run("MorvanZhou/PyTorch-Tutorial", "tutorial-contents/301_regression.py"),
     Run("MorvanZhou/PyTorch-Tutorial", "tutorial-contents/302_classification.py"),
     Run("MorvanZhou/PyTorch-Tutorial", "tutorial-contents/306_optimizer.py"),
@@ -189,7 +173,7 @@ def _once(run: Run, checkouts: Path, packages: Path, *, watch: bool) -> dict[str
             symlinks=True,
         )
         script = copy / run.script
-        place = copy if run.repository in ("karpathy/nanoGPT", "lucidrains/x-transformers") else script.parent
+        place = copy if run.repository == "karpathy/nanoGPT" else script.parent
         run.prepare(place)
         digest, seen = Path(folder) / "digest", Path(folder) / "seen.json"
         watching = ["-m", "brimful", "run", "--output", str(seen)] if watch else []

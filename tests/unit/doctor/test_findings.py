@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from brimful.doctor import Watch
+from brimful.doctor import Watch, watched_text
 from brimful.doctor.findings import CHECKS, Finding, findings
 
 WIDTH = 32
@@ -406,6 +406,14 @@ def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     assert found.check == "evaluation-with-gradients"
     assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4) * 4  # of ReLU and of the two last layers
     assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
+
+
+def test_a_run_without_modules_is_reported() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    with Watch() as watch:
+        for _ in range(4):
+            (torch.randn(512, 64) @ weight).tanh().square().mean().backward()
+    assert "parameters" in watched_text(watch.evidence())
 
 
 def test_two_optimizers_of_one_loop_make_one_step_without_findings() -> None:
