@@ -408,12 +408,12 @@ def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
 
 
-def test_a_run_without_modules_is_reported() -> None:
-    weight = torch.randn(64, 64, requires_grad=True)
+def test_a_model_without_units_is_reported() -> None:
+    model = nn.LSTM(16, 16)
     with Watch() as watch:
         for _ in range(4):
-            (torch.randn(512, 64) @ weight).tanh().square().mean().backward()
-    assert "parameters" in watched_text(watch.evidence())
+            model(torch.randn(64, 32, 16))[0].square().mean().backward()
+    assert "peak" in watched_text(watch.evidence())
 
 
 def test_two_optimizers_of_one_loop_make_one_step_without_findings() -> None:
