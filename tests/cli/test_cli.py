@@ -260,7 +260,8 @@ def test_the_differences_of_two_plans_are_listed_and_nothing_else(folder: Path) 
         assert done.returncode == 0, done.stderr
     text = brimful(folder, "plan", "--diff", "a.json", "b.json").stdout
     assert re.search(r"micro_batch_size +16 +32", text)
-    assert re.search(r"0 +keep +recompute", text)
+    assert re.search(r"^  0–\d+ +keep +recompute$", text, re.MULTILINE)  # one line for a run of units
+    assert "e-" not in text  # probabilities are in percent
     assert "precision" not in text
     document = json.loads(brimful(folder, "plan", "--diff", "a.json", "b.json", "--json").stdout)
     assert document["settings"][0]["micro_batch_size"] == 16

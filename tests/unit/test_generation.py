@@ -227,3 +227,10 @@ def test_a_note_says_what_gaps_reserve_and_that_segments_which_expand_have_fewer
     assert expandable.predicted_peak_reserved_bytes < found.predicted_peak_reserved_bytes
     assert format_bytes(expandable.predicted_peak_reserved_bytes) in found.notes[-1]
     assert expandable.notes == ()
+
+
+def test_expandable_segments_that_reserve_no_less_are_not_recommended() -> None:
+    """The smallest segments, of 2 and 20 MiB, are larger than all that a small model needs."""
+    found = estimate_generation(llama(), GPU, new_tokens=20, micro_batch_size=2)
+    assert found.predicted_peak_reserved_bytes > 1.25 * found.predicted_peak_allocated_bytes
+    assert found.notes == ()

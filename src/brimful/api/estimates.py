@@ -621,10 +621,10 @@ def _with_chunked_loss(settings: Settings, trace: Trace) -> Settings:
 def _with_recomputed(settings: Settings, trace: Trace, pattern: str) -> Settings:
     """The settings with the units recomputed whose names match; UnknownNameError if none does."""
     units = find_units(trace)
-    chosen = [unit for unit in units if fnmatchcase(unit, pattern)]
-    if pattern != _ALL_UNITS and not chosen:
+    actions = {unit: Action.RECOMPUTE if fnmatchcase(unit, pattern) else Action.KEEP for unit in units}
+    if pattern != _ALL_UNITS and Action.RECOMPUTE not in actions.values():
         raise UnknownNameError("unit", pattern, units)
-    return replace(settings, units=tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in chosen))
+    return replace(settings, units=tuple(UnitAction(fqn=unit, action=actions[unit]) for unit in units))
 
 
 def _refuse_beside_settings(**given: bool) -> None:

@@ -58,6 +58,7 @@ from brimful.torch_utils.module_names import runs_on_one_device
 from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
 from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
+from brimful.utils.deep_stack import deep_stack
 from brimful.utils.quantities import format_bytes
 
 _SEQUENCES = 3
@@ -193,7 +194,8 @@ class CaptureSession:
     def _holding(self) -> Iterator[None]:
         """Restore what closures and globals held when the context closes, also where the step raised."""
         try:
-            yield
+            with deep_stack():
+                yield
         finally:
             self._held.restore()
             _drop_results(self._model)

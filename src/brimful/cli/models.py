@@ -30,7 +30,9 @@ def _count(model: PublishedModel) -> str:
     if model.parameter_count is None:
         return ""
     billions = model.parameter_count / 1e9
-    return f"{billions:.3g}B" if billions >= 1 else f"{1000 * billions:.3g}M"
+    if billions >= 0.9995:  # 999.5 million have four digits
+        return f"{billions:.3g}B"
+    return f"{1000 * billions:.3g}M"
 
 
 def models_document(word: str) -> dict[str, Any]:

@@ -211,12 +211,14 @@ _GAPS_FRACTION = 0.25
 
 
 def _note_of_gaps(generation: Generation, size: int, replay: GenerationReplay) -> Iterator[str]:
-    """A note where much more is reserved than allocated, with what expandable segments would reserve."""
+    """A note where much more is reserved than allocated, if expandable segments would reserve less."""
     allocated_bytes = max(peak.allocated_bytes for peak in replay.peaks)
     is_settled = generation.device.kind == "cpu" or generation.allocator.expandable_segments
     if is_settled or replay.peak_reserved_bytes <= (1 + _GAPS_FRACTION) * allocated_bytes:
         return
     expandable = replace(generation, allocator=AllocatorSettings.parse("expandable_segments:True")).played(size)
+    if expandable.peak_reserved_bytes >= replay.peak_reserved_bytes:
+        return
     yield (
         f"The allocator reserves {format_bytes(replay.peak_reserved_bytes - allocated_bytes)} more than is "
         "allocated: in each step the cache needs larger blocks, and those of the steps before stay reserved "

@@ -12,8 +12,9 @@ from brimful.errors import UsageError
 from brimful.planner.comparison import ComparedTechnique, SameResults, TechniqueComparison
 from brimful.planner.plan import NOT_SURE
 from brimful.prediction import Verdict
-from brimful.report.layout import Listing, Part, Remark, Report
+from brimful.report.layout import Listing, Part, Remark, Report, Row
 from brimful.report.plans import uncertain_rows
+from brimful.results.measurement import busy_text
 from brimful.utils.files import write_file
 from brimful.utils.quantities import GIB, format_bytes, format_seconds
 
@@ -51,6 +52,9 @@ def _parts(comparison: TechniqueComparison) -> Iterator[Part]:
     if measured:
         title = "Predicted beside measured: peak memory, and step time"
         yield Listing(title=title, line=_MEASURED_LINE, heading=_MEASURED_HEADING, rows=measured)
+        waits = [row.measured.core_wait_fraction or 0.0 for row in comparison.rows if row.measured is not None]
+        if busy := busy_text(max(waits)):
+            yield Row("busy machine", busy)
     yield from (Remark(row.technique, row.why_not) for row in comparison.rows if row.why_not)
     yield from (Remark("", each) for each in (*_LEGEND, *_OF_TEXT))
     yield from uncertain_rows(_noted(comparison)[0])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from itertools import groupby
 from typing import Any
 
 from brimful.codec import to_json_document
 from brimful.planner import Plan
 from brimful.report.layout import Listing, Remark, Report
+from brimful.report.plans import format_probability
+from brimful.report.unit_names import folded
 from brimful.settings import Action, Settings, UnitAction
 from brimful.utils.quantities import format_bytes, format_rate, format_seconds
 
@@ -47,7 +50,7 @@ def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
         "speed": lambda plan: format_rate(plan.predicted_samples_per_second),
         "host memory": lambda plan: format_bytes(plan.predicted_host_bytes),
         "peak at": lambda plan: plan.peak_at,
-        "exceedance": lambda plan: str(plan.predicted_exceedance_probability),
+        "over it with probability": lambda plan: _chance(plan.predicted_exceedance_probability),
     }
     for what, text in shown.items():
         if text(first) != text(second):
@@ -59,16 +62,23 @@ def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
             yield f"option {key}", str(asked[0].get(key)), str(asked[1].get(key))
 
 
+def _chance(probability: float | None) -> str:
+    return "–" if probability is None else format_probability(probability)
+
+
 def _of_settings(first: Settings, second: Settings) -> Iterator[Difference]:
     for each in fields(Settings):
         values = getattr(first, each.name), getattr(second, each.name)
         if each.name != "units" and values[0] != values[1]:
             yield each.name, str(values[0]), str(values[1])
     by_unit = [{unit.fqn: unit for unit in settings.units} for settings in (first, second)]
+    differing: dict[str, tuple[str, str] | None] = {}
     for unit in by_unit[0] | by_unit[1]:
-        actions = [units.get(unit, UnitAction(fqn=unit, action=Action.KEEP)) for units in by_unit]
-        if actions[0] != actions[1]:
-            yield unit, _of_unit(actions[0]), _of_unit(actions[1])
+        before, after = (units.get(unit, UnitAction(fqn=unit, action=Action.KEEP)) for units in by_unit)
+        differing[unit] = (_of_unit(before), _of_unit(after)) if before != after else None
+    for actions, alike in groupby(differing, key=lambda unit: differing[unit]):
+        if actions is not None:
+            yield folded(alike), *actions
 
 
 def _of_unit(unit: UnitAction) -> str:

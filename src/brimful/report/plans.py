@@ -10,6 +10,7 @@ from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone, listing_lines
+from brimful.report.unit_names import folded
 from brimful.results import Suggestion
 from brimful.utils.quantities import GIB, format_bytes, format_interval, format_rate, format_seconds
 
@@ -235,17 +236,17 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
     chance = plan.predicted_exceedance_probability
     unsure = [note.removeprefix(NOT_SURE) for note in plan.notes if note.startswith(NOT_SURE)]
     aside = ", apart from what is uncertain" if unsure else ""
-    over = "" if chance is None else f"; over it with probability {_probability(chance)}{aside}"
+    over = "" if chance is None else f"; over it with probability {format_probability(chance)}{aside}"
     yield Row("predicted", f"{peak} ({used:.0%} of the budget{over}), {_seconds(plan)} a step, {rate}")
     yield from uncertain_rows(what.removesuffix(".") for what in unsure)
     yield Row("peak in", plan.peak_at)
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:
-        yield Row("recomputed", _compact(only_recomputed))
+        yield Row("recomputed", folded(only_recomputed))
     if plan.settings.nested:
-        yield Row("nested", _compact(plan.settings.nested))
+        yield Row("nested", folded(plan.settings.nested))
     if plan.settings.offloaded:
-        yield Row("offloaded", _compact(plan.settings.offloaded))
+        yield Row("offloaded", folded(plan.settings.offloaded))
     if plan.settings.chunked_loss:
         chunked = plan.settings.chunked_loss
         yield Row("loss in chunks", f"{chunked.chunks} parts of the tokens, from {chunked.layer} on")
@@ -303,7 +304,7 @@ def _unit_words(described: str) -> str:
     return "; ".join(words)
 
 
-def _probability(value: float) -> str:
+def format_probability(value: float) -> str:
     """A probability in percent: "0.4%", "under 0.1%" or "12%", as its size permits."""
     return "under 0.1%" if value < 0.001 else f"{value:.1%}" if value < 0.095 else f"{value:.0%}"
 
@@ -367,30 +368,6 @@ def _gain(point: BudgetPoint, seconds: float) -> str:
 def _speed(alternative: Alternative) -> str:
     rate = alternative.settings.global_batch_size / alternative.predicted_step_seconds
     return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)}"
-
-
-_LONGEST_NUMBER = 18
-"""Digits of a number that is folded; Python refuses to read thousands of them. A choice."""
-
-
-def _compact(units: tuple[str, ...]) -> str:
-    """Unit paths with runs of numbered siblings folded: "layer.0–5, layer.9"."""
-    folded: list[tuple[str, int, int] | tuple[str, None, None]] = []
-    for unit in units:
-        parent, _, last = (unit or "the model itself").rpartition(".")
-        if not last.isdecimal() or len(last) > _LONGEST_NUMBER:
-            folded.append((unit or last, None, None))
-            continue
-        number = int(last)
-        previous = folded[-1] if folded else None
-        if previous and previous[0] == parent and previous[2] is not None and previous[2] + 1 == number:
-            folded[-1] = (parent, previous[1], number)
-        else:
-            folded.append((parent, number, number))
-    return ", ".join(
-        name if first is None else f"{name}.{first}".lstrip(".") + (f"–{last}" if last != first else "")
-        for name, first, last in folded
-    )
 
 
 def _signed(size_bytes: int) -> str:

@@ -104,12 +104,14 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` for a reader: "812 ms", "3.42 s", "2 h 05 min"."""
+    """`seconds` for a reader: "812 ms", "3.42 s", "2 min 18 s", "12 min", "2 h 05 min"."""
     for unit_seconds, unit in ((1e-6, "µs"), (1e-3, "ms")):
         if seconds < 999.5 * unit_seconds:  # what rounds to 1000 is 1 of the next unit
             return f"{seconds / unit_seconds:.3g} {unit}"
     if seconds < 119.5:
         return f"{seconds:.3g} s"
+    if seconds < 599.5:
+        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import brimful as bf
+from brimful.cli.models import models_text
 from brimful.errors import UnknownNameError, UsageError
 from brimful.models.hub import hub_job, known_model, known_models
 
@@ -241,6 +242,12 @@ def test_a_name_is_known_by_its_last_part_in_any_case() -> None:
     assert hub_job("resnet9000") is None
     with pytest.raises(UnknownNameError, match=r"Nearest: Qwen3-8B.*brimful models"):
         bf.find_architecture("qwen3-9b")
+
+
+def test_the_list_of_models_shows_parameters_in_three_digits() -> None:
+    shown = models_text("gemma-3-")
+    assert re.search(r"gemma-3-270m +268M  ", shown)
+    assert re.search(r"gemma-3-1b-pt +1B  ", shown)  # of 999,885,952
 
 
 def test_a_directory_with_the_name_of_a_known_model_is_not_passed_over(

@@ -23,6 +23,7 @@ from brimful.errors import EquivalenceError, SaveError, UsageError
 from brimful.optimizers import named_optimizer
 from brimful.planner import ComparedTechnique, SameResults, TechniqueComparison
 from brimful.prediction import Verdict
+from brimful.results import Measurement
 from brimful.settings import Precision
 from helpers.compared_jobs import WIDTH, Normed, batch, job, loss, no_loop
 
@@ -393,6 +394,27 @@ def test_rows_are_measured_in_processes_of_their_own() -> None:
         error = 0.01 if row.settings.precision is Precision.FP32 and not row.variant else 0.15
         assert row.predicted.predicted_peak_allocated_bytes == pytest.approx(measured, rel=error), row.technique
     assert "Predicted beside measured" in str(compared)
+
+
+@pytest.mark.parametrize(("fraction", "is_busy"), [(0.5, True), (0.01, False), (None, False)])
+def test_what_was_measured_beside_other_work_says_so(
+    on_gpu: TechniqueComparison, fraction: float | None, is_busy: bool
+) -> None:
+    measured = Measurement(
+        device="cpu",
+        measured_peak_allocated_bytes=1,
+        measured_peak_reserved_bytes=1,
+        measured_peak_device_bytes=None,
+        measured_step_seconds=1.0,
+        measured_steps=1,
+        shortest_step_seconds=1.0,
+        longest_step_seconds=1.0,
+        core_wait_fraction=fraction,
+        loss=None,
+    )
+    first, *others = on_gpu.rows
+    text = str(replace(on_gpu, rows=(replace(first, measured=measured), *others)))
+    assert ("waited for one 50% of the time" in text) == is_busy
 
 
 def test_only_a_job_that_can_be_pickled_is_measured_and_only_here() -> None:

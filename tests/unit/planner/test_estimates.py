@@ -407,6 +407,7 @@ def test_units_that_match_a_pattern_are_recomputed() -> None:
     job = bf.find_architecture("bert-base", sequence_length=128, num_hidden_layers=4)
     some = bf.estimate(job, DEVICE, micro_batch_size=64, recompute="*.layer.[01]")
     assert some.settings.recomputed == ("bert.encoder.layer.0", "bert.encoder.layer.1")
+    assert "2 of 5 units recomputed" in some.settings.describe()
     peaks = [
         bf.estimate(job, DEVICE, micro_batch_size=64, recompute=each).predicted_peak_allocated_bytes
         for each in ("none", "*.layer.[01]", "all")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brimful.errors import SizeError
-from brimful.utils.quantities import parse_bytes
+from brimful.utils.quantities import format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,20 @@ def test_what_is_not_a_number_of_bytes_is_refused_in_one_line(number: object) ->
         parse_bytes(number)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
     assert ("'50%'" in str(caught.value)) == (number == 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[
+            (0.9996, "1 s"),
+            (119.4, "119 s"),
+            (119.5, "2 min 00 s"),
+            (138.1, "2 min 18 s"),
+            (599.4, "9 min 59 s"),
+        ],
+        *[(599.5, "10 min"), (3599, "1 h 00 min"), (7500, "2 h 05 min")],
+    ],
+)
+def test_times_have_about_three_digits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
