@@ -117,6 +117,18 @@ def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -
     assert (tmp_path / "seen.json").exists()
 
 
+def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
+    """Torch frees nodes that Python has seen by recursion, which 8 MiB of stack end at about 34,000."""
+    (tmp_path / "deep.py").write_text(
+        "import torch\nx = torch.ones(1, requires_grad=True)\nfor _ in range(50_000):\n    x = -x\n"
+        "x.backward()\ndel x\nprint('done')\n",
+        encoding="utf-8",
+    )
+    watched = ran(tmp_path, "-m", "brimful", "run", "deep.py")
+    assert (watched.returncode, watched.stdout) == (0, "done\n"), watched.stderr[-500:]
+    assert "watched" in watched.stderr
+
+
 def test_there_is_no_such_script(tmp_path: Path) -> None:
     watched = ran(tmp_path, "-m", "brimful", "run", "none.py")
     assert watched.returncode == 2

@@ -36,6 +36,7 @@ from brimful.execution.out_of_memory import out_of_memory
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
+from brimful.utils.deep_stack import deep_stack
 
 STEPS = 3
 """Optimizer steps that are recorded by default; as many are timed after them. A choice."""
@@ -122,6 +123,7 @@ class Watch:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         hooks, stack = self._hooks, self._recording
+        hooks.enter_context(deep_stack())  # Python sees the nodes that it records
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
