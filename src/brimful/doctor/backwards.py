@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from brimful.batches import tensors_in
 from brimful.capture.recording.lines import calling_line
 from brimful.doctor.evidence import Backward
-from brimful.doctor.graphs import is_scaled, leaves_of
+from brimful.doctor.graphs import is_scaled, reached_from
 from brimful.doctor.recording import WatchedOps
 from brimful.torch_utils.replaced import replaced
 
@@ -25,6 +25,8 @@ class Backwards:
         self.noted: list[Backward] = []
         self.reached: set[int] = set()
         """Leaves that backward has reached in this step, by id."""
+        self.reached_nodes: set[int] = set()
+        """Numbers of the autograd nodes that backward has reached in this step."""
         self.ever_reached: set[int] = set()
         self._updates = 0
         self.adding: dict[str, None] = {}
@@ -45,7 +47,7 @@ class Backwards:
 
         def noted_grad(outputs: Any, *args: Any, **named: Any) -> Any:
             if self._before():
-                self._reach(leaves_of(tensors_in(outputs)))
+                self._reach(*reached_from(tensors_in(outputs)))
             return grad(outputs, *args, **named)
 
         with replaced(torch.autograd, "backward", noted), replaced(torch.autograd, "grad", noted_grad):
@@ -61,17 +63,19 @@ class Backwards:
     def end_step(self) -> None:
         """Note that a step has ended."""
         self.reached.clear()
+        self.reached_nodes.clear()
 
-    def _reach(self, leaves: list[Tensor]) -> None:
+    def _reach(self, leaves: list[Tensor], nodes: set[int]) -> None:
+        self.reached_nodes |= nodes
         self.reached.update(map(id, leaves))
         self.ever_reached.update(map(id, leaves))
 
     def _note(self, losses: list[Any], *, retains_graph: bool) -> None:
         ops, line = self._ops, calling_line()
-        leaves = leaves_of(losses)
+        leaves, nodes = reached_from(losses)
         is_in_checkpoint = torch._C._current_autograd_node() is not None
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
-            self._reach(leaves)
+            self._reach(leaves, nodes)
             return
         loses = any(id(each) in self.reached and each.grad is None for each in leaves)
         zero_bytes = 0
@@ -99,7 +103,7 @@ class Backwards:
                 loses_gradients=loses,
             )
         )
-        self._reach(leaves)
+        self._reach(leaves, nodes)
 
     def _reducing(self, leaves: set[int]) -> Iterator[str]:
         """The DDP models of whose parameters this backward reduces the gradients over ranks."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-_MOST_NODES = 100_000
+MOST_NODES = 100_000
 """Nodes of a graph that are looked at. A choice: more take longer than a step."""
 _LAST_NUMBER = 2**63
 """Autograd numbers nodes from 0; those that accumulate gradients, which steps share, are numbered above."""
@@ -20,7 +20,7 @@ _PASSED_ON = ("AddBackward", "ToCopyBackward", "SumBackward", "MeanBackward", "R
 def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
     """The nodes of the graphs of tensors, each once."""
     left, seen = [each.grad_fn for each in tensors if isinstance(each, Tensor)], set[Any]()
-    while left and len(seen) < _MOST_NODES:
+    while left and len(seen) < MOST_NODES:
         node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
@@ -28,9 +28,15 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
             yield node
 
 
-def leaves_of(tensors: Iterable[Any]) -> list[Tensor]:
-    """The leaves that backward from tensors gives gradients, such as parameters."""
-    return [node.variable for node in nodes_of(tensors) if node.name() == _ACCUMULATE_GRAD]
+def reached_from(tensors: Iterable[Any]) -> tuple[list[Tensor], set[int]]:
+    """The leaves that backward from tensors gives gradients, such as parameters, and the other nodes' numbers."""
+    leaves, numbers = [], set()
+    for node in nodes_of(tensors):
+        if node.name() == _ACCUMULATE_GRAD:
+            leaves.append(node.variable)
+        else:
+            numbers.add(node._sequence_nr())
+    return leaves, numbers
 
 
 def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:

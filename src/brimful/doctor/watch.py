@@ -30,6 +30,7 @@ from brimful.capture.recording.lines import calling_line
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
+from brimful.doctor.graphs import MOST_NODES
 from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
 from brimful.execution.out_of_memory import out_of_memory
@@ -49,6 +50,8 @@ class _Graph:
     found: UnusedGraph
     parameters: frozenset[int]
     """Ids of the model's trainable parameters."""
+    nodes: range
+    """Numbers of its autograd nodes; none for a recomputation, whose nodes no backward needs."""
     trains: bool
     """Whether the model is in training mode."""
 
@@ -102,7 +105,7 @@ class Watch:
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
         self._began: float | None = None
-        self._bytes_before_call = 0
+        self._bytes_before_call, self._first_node_of_call = 0, 0
         self._graphs: list[_Graph] = []
         self._evaluations: dict[str, UnusedGraph] = {}
         self._unused_graphs: dict[str, UnusedGraph] = {}
@@ -230,6 +233,7 @@ class Watch:
             return
         self._ops.begin()
         self._bytes_before_call = self._ops.live_bytes
+        self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
             weights = (*model.parameters(), *model.buffers())
@@ -249,7 +253,10 @@ class Watch:
         if torch.is_grad_enabled() and parameters:
             saved_bytes = max(self._ops.live_bytes - self._bytes_before_call, 0)
             found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes)
-            self._graphs.append(_Graph(found, parameters, model.training))
+            is_recomputed = torch._C._current_autograd_node() is not None
+            first, end = self._first_node_of_call, torch._C._autograd._get_sequence_nr()
+            nodes = range(first, first if is_recomputed else end)
+            self._graphs.append(_Graph(found, parameters, nodes, model.training))
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
@@ -387,10 +394,15 @@ class Watch:
 
     def _note_graphs(self) -> None:
         """Note which graphs of this step no backward has used, and models that train in evaluation mode."""
-        reached = self._backwards.reached
-        used = [each for each in self._graphs if not each.parameters.isdisjoint(reached)]
+        leaves, nodes = self._backwards.reached, self._backwards.reached_nodes
+        is_whole = len(nodes) < MOST_NODES
+        used = []
         for each in self._graphs:
-            if each.parameters.isdisjoint(reached):
+            if not each.parameters.isdisjoint(leaves) and not (
+                is_whole and each.nodes and nodes.isdisjoint(each.nodes)
+            ):
+                used.append(each)
+            else:
                 (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found
         if used and not any(each.trains for each in used):
             self._in_evaluation_mode |= dict.fromkeys(each.found.line for each in used)

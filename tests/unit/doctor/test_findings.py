@@ -408,6 +408,18 @@ def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
 
 
+def test_a_second_forward_of_the_trained_model_is_found() -> None:
+    """Its graph leads to the same parameters, and no backward reaches its nodes."""
+    model, right = Net(), 0
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for x, y in data():
+            step(model, optimizer, x, y)
+            right += int((model(x).argmax(-1) == y).sum())
+    (found,) = findings(watch.evidence())
+    assert (found.check, found.size_bytes) == ("graph-unused", 256 * (4 * WIDTH + WIDTH) * 4)
+
+
 def test_a_model_without_units_is_reported() -> None:
     model = nn.LSTM(16, 16)
     with Watch() as watch:
