@@ -52,7 +52,7 @@ def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_own(file):
-            for name, value in (*_locals_of(frame).items(), *frame.f_globals.items()):
+            for name, value in (*locals_of(frame).items(), *frame.f_globals.items()):
                 for shown, held in _of_name(name, value):
                     if shown not in found and (tensors := list(_tensors(held))):
                         found[shown] = _holding(shown, _line(file, shown), tensors, first_node)
@@ -60,7 +60,7 @@ def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding
     return found
 
 
-def _locals_of(frame: FrameType) -> dict[str, Any]:
+def locals_of(frame: FrameType) -> dict[str, Any]:
     """The variables of a running function.
 
     Up to Python 3.12 a frame keeps the dict that it shows, and so all values in it: it is emptied, unless the

@@ -21,6 +21,7 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from brimful.batches import named_tensors, tensors_in
@@ -33,6 +34,7 @@ from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
 from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
 from brimful.execution.out_of_memory import out_of_memory
+from brimful.execution.random_state import PAUSED
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
@@ -57,7 +59,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def guarded(watch: Watch, *args: Any) -> None:
-        if watch.is_watched_thread and not watch.error:
+        if watch.sees and not watch.error:
             try:
                 method(watch, *args)
             except Exception as error:
@@ -126,6 +128,8 @@ class Watch:
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
         hooks.enter_context(self._backwards.following())
+        PAUSED.append(self.paused)
+        hooks.callback(PAUSED.remove, self.paused)
         stack.enter_context(self._ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
@@ -145,9 +149,28 @@ class Watch:
             self._ops.forget_failure()
 
     @property
-    def is_watched_thread(self) -> bool:
-        """Whether this is the thread that is watched."""
-        return threading.get_ident() == self._thread
+    def sees(self) -> bool:
+        """Whether what happens now is watched: in this thread, and not while watching is paused."""
+        return threading.get_ident() == self._thread and not self._ops.modules.is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing in this thread while the context is open, such as the steps by which a plan is made."""
+        ops = self._ops
+        if not self.sees:
+            yield
+            return
+        is_on_top = self._is_recording and _get_current_dispatch_mode() is ops
+        ops.modules.is_paused = True
+        if is_on_top:
+            ops.__exit__(None, None, None)
+        try:
+            with ops.paused():
+                yield
+        finally:
+            ops.modules.is_paused = False
+            if is_on_top:
+                ops.__enter__()
 
     def end_by(self, error: Exception) -> None:
         """End recording by an error of its own."""
@@ -213,7 +236,7 @@ class Watch:
         self._graphs.clear()
         has_evaluated = self._in_evaluation_mode or self._evaluations
         if not has_evaluated and not self._compiled and not self.error:
-            self._first_evaluation = FirstEvaluation()
+            self._first_evaluation = FirstEvaluation(lambda: self.sees)
 
     # What models do
 
@@ -249,9 +272,9 @@ class Watch:
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
-        if self._first_evaluation is not None:
+        if self._first_evaluation is not None and self.sees:
             self._first_evaluation.note_backward()
-        is_noted = self._is_recording and self.is_watched_thread
+        is_noted = self._is_recording and self.sees
         if is_noted:
             self._ops.begin()
         return is_noted
@@ -267,7 +290,7 @@ class Watch:
             yield
 
     def _stop_before_compiled_code(self) -> None:
-        if self._is_recording and self.is_watched_thread:
+        if self._is_recording and self.sees:
             self._compiled = calling_line() or "the script"
             self._stop()
 
