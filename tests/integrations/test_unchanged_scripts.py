@@ -194,7 +194,9 @@ def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> Non
     forward = LOOP[LOOP.index("    optimizer.zero") : LOOP.index("print")]
     written = LOOP.replace("# before\n", "\n".join(line[4:] for line in before.splitlines()) + "\n")
     written = written.replace(forward, within.splitlines()[1] + "\n    print(step.settings.describe())\n")
-    (tmp_path / "written.py").write_text(written.replace("loss.item()", "outcome.loss"), encoding="utf-8")
+    (tmp_path / "written.py").write_text(
+        written.replace("loss.item()", "outcome.loss.item()"), encoding="utf-8"
+    )
     done = ran(tmp_path, "written.py")
     assert done.returncode == 0, done.stderr
     *settings, loss = done.stdout.splitlines()

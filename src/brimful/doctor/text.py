@@ -30,7 +30,7 @@ def watched_report(evidence: Evidence) -> Report:
     if evidence.compiled:
         text = (
             f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
-            "--eager runs it eagerly in the recorded steps, which rounds otherwise."
+            "With --eager (in Python eager=True) it runs eagerly in the recorded steps, which rounds otherwise."
         )
         return Report(heading=heading, parts=(Remark("note", text),))
     if not evidence.trace.events:
