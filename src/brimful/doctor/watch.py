@@ -28,11 +28,13 @@ from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.lines import calling_line
+from brimful.cost.time_shares import time_shares
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
 from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
+from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
 from brimful.settings import Settings
@@ -87,7 +89,7 @@ class Watch:
         ops.on_error = self.end_by
         self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
-        self._is_recording, self._is_timed, self._eager, self._compiled = False, False, eager, ""
+        self._is_recording, self._eager, self._compiled = False, eager, ""
         self.error = ""
         self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
@@ -102,6 +104,9 @@ class Watch:
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
+        self._profile = StepProfile()
+        self._profiled_seconds: float | None = None
+        """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
         self._bytes_before_call = 0
         self._graphs: list[_Graph] = []
@@ -141,6 +146,7 @@ class Watch:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._stop()
+        self._profile.stop()
         self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
@@ -202,6 +208,8 @@ class Watch:
             trace=trace,
             steps=tuple(self._ends),
             held_in_forward=self._held_in_forward,
+            time_shares=time_shares(self._profile.class_seconds.items()),
+            profiled_seconds=self._profiled_seconds,
             seconds_after=tuple(seconds for seconds, _ in self._after),
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
@@ -398,6 +406,8 @@ class Watch:
         self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
             self._stop()
+            if self._device_type == "cpu":
+                self._profile.begin()
 
     @property
     def _start_of_step_before(self) -> int:
@@ -443,14 +453,14 @@ class Watch:
 
     def _note_time(self, optimizer: Optimizer, now: float) -> None:
         """Time a step that is not recorded, from the end of the one before."""
-        if id(optimizer) != self._timed_optimizer or self._is_timed:
+        if id(optimizer) != self._timed_optimizer or len(self._after) == self._asked:
             return
-        if self._began is not None:
+        if self._began is not None and self._profiled_seconds is None:
+            self._profile.end()
+            self._profiled_seconds = time.perf_counter() - self._began
+        elif self._began is not None:
             self._after.append((now - self._began, self._waited))
-        self._began, self._waited = now, 0.0
-        if len(self._after) > self._asked:  # the first has the end of recording in it
-            self._after.pop(0)
-            self._is_timed = True
+        self._began, self._waited = time.perf_counter(), 0.0
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
