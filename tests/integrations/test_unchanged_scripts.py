@@ -166,6 +166,15 @@ def test_a_trainer_that_does_not_fit_does_not_train(trainer_script: Path) -> Non
     assert refused.returncode == 1
 
 
+def test_a_trainer_is_planned_for_a_gpu_that_is_not_here(trainer_script: Path) -> None:
+    planned = ran(trainer_script.parent, "-m", "brimful", "run", "--device", "RTX 3090", "train.py")
+    assert "GPT2LMHeadModel on RTX 3090, global batch 2, budget 22.4 GiB" in planned.stderr
+    assert "baseline" in planned.stderr
+    assert "watched" not in planned.stderr
+    assert "went on" not in planned.stdout
+    assert planned.returncode == 0
+
+
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_a_lightning_module_trains_to_the_same_weights_inside_the_budget(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(MODULE, encoding="utf-8")
@@ -180,6 +189,9 @@ def test_a_lightning_module_trains_to_the_same_weights_inside_the_budget(tmp_pat
     assert "InfeasibleError: no plan fits 1 MiB on cpu" in refused.stderr
     assert refused.stdout == ""
     assert refused.returncode == 1
+    elsewhere = ran(tmp_path, "-m", "brimful", "run", "--device", "RTX 3090", "--budget", "4GiB", "fit.py")
+    assert "Classifier on RTX 3090, global batch 256, budget 4 GiB" in elsewhere.stderr
+    assert (elsewhere.stdout, elsewhere.returncode) == ("", 0)
 
 
 def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> None:
@@ -189,6 +201,11 @@ def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> Non
     assert planned.stdout == alone.stdout
     assert "no plan was applied, and the script runs outside of the budget of 60%" in planned.stderr
     assert "loop.py:17 steps an optimizer of its own" in planned.stderr
+    elsewhere = ran(tmp_path, "-m", "brimful", "run", "--device", "RTX 3090", "loop.py")
+    assert (
+        "has stepped an optimizer of its own: what is around its steps cannot be captured" in elsewhere.stderr
+    )
+    assert (elsewhere.stdout, elsewhere.returncode) == ("", 2)
     before, _, within = planned.stderr.partition("write before the loop:\n")[2].partition("  and in the loop")
     before = before.replace("...,", "nn.functional.cross_entropy(model(batch[0]), batch[1]),")
     forward = LOOP[LOOP.index("    optimizer.zero") : LOOP.index("print")]

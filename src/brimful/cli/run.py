@@ -37,6 +37,14 @@ def run(
             "apply the plan. Elsewhere the lines to write are printed.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Plan what a trainer of transformers or lightning trains for this GPU, such as "
+            '"RTX 3090", which need not be in this machine, and end the script in place of training.',
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="Also write what was seen to this JSON file.")
     ] = None,
@@ -52,10 +60,10 @@ def run(
 
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
-        within = None if budget is None else _planned_trainers(budget)
+        within = _planned_trainers(budget, device) if budget or device else None
         ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
-        is_refused = within is not None and within.is_refused
-        if _is_first_rank() and os.getpid() == process and not is_refused:  # not in a fork that exits
+        has_ended = within is not None and within.has_ended_script
+        if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
             say(watched_text(ran.evidence))
             if file is not None:
                 _write(file, json.dumps(watched_document(ran.evidence), indent=2))
@@ -65,10 +73,14 @@ def run(
     raise typer.Exit(ran.exit_status)
 
 
-def _planned_trainers(budget: str) -> PlannedTrainers:
+def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers:
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
-    return PlannedTrainers(budget, say=lambda text: say(text) if _is_first_rank() else None, refuse=exit_script)
+    def say_once(text: str) -> None:
+        if _is_first_rank():
+            say(text)
+
+    return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
 def _is_first_rank() -> bool:

@@ -41,7 +41,7 @@ from brimful.integrations.suggestions import for_trainer, infeasible_for_trainer
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.profiling.named_device import DeviceLike
+from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replace_attribute, replaced
@@ -321,8 +321,8 @@ class PlanAtStart(Callback):
         trainer.callbacks[:] = [each for each in trainer.callbacks if each not in (self, self.applied)]
 
 
-def plan_as_set_up(trainer: Trainer, module: LightningModule, budget: str) -> Plan:
-    """The plan of what a trainer, which begins to train, is set up for.
+def plan_as_set_up(trainer: Trainer, module: LightningModule, device: str | None, budget: str | None) -> Plan:
+    """The plan of what a trainer, which begins to train, is set up for, on its own device or another.
 
     Raises `UsageError` where a plan cannot take that over.
     """
@@ -339,12 +339,13 @@ def plan_as_set_up(trainer: Trainer, module: LightningModule, budget: str) -> Pl
     loader: Any = trainer.train_dataloader
     if not isinstance(loader, DataLoader):
         raise UsageError(f"the trainer reads a {type(loader).__name__}; a plan is made of one DataLoader.")
-    device = trainer.strategy.root_device
-    if precision == "fp32" and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+    device = device or str(trainer.strategy.root_device)
+    is_cuda = resolve_device(device).kind == "cuda"
+    if precision == "fp32" and is_cuda and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
     of_batch = _batch_size(loader) or BatchLayout().count(_first_batch(loader))
     size = of_batch * trainer.accumulate_grad_batches
-    return plan(module, loader, str(device), budget=budget, precision=precision, global_batch_size=size)
+    return plan(module, loader, device, budget=budget, precision=precision, global_batch_size=size)
 
 
 def _batch_size(loader: Any) -> int | None:

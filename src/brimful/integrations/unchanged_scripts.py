@@ -26,6 +26,7 @@ from brimful.doctor.names import locals_of
 from brimful.errors import BrimfulError, EquivalenceError, UsageError
 from brimful.execution.random_state import undisturbed
 from brimful.planner import Plan
+from brimful.profiling.named_device import resolve_device
 from brimful.requests import check_budget
 from brimful.torch_utils.replaced import replace_attribute
 
@@ -35,19 +36,30 @@ _HERE = "--budget plans a transformers.Trainer and a lightning.Trainer"
 class PlannedTrainers:
     """Plans trainers inside a budget while it is entered, and applies each plan before it trains.
 
+    With `device` the first plan is for that device, and ends the script in place of training.
+
     Args:
-        budget: Of each plan.
+        budget: Of each plan; None for all that the device has.
+        device: A device as for `brimful.plan`; None for the one that the trainer uses.
         say: Prints a text for the user.
         refuse: Ends the script where a trainer cannot be planned: it must not train outside of the budget.
     """
 
     def __init__(
-        self, budget: str, *, say: Callable[[str], None], refuse: Callable[[BrimfulError], NoReturn]
+        self,
+        budget: str | None,
+        device: str | None,
+        *,
+        say: Callable[[str], None],
+        refuse: Callable[[BrimfulError], NoReturn],
     ) -> None:
-        check_budget(budget)
+        if budget is not None:
+            check_budget(budget)
+        if device is not None:
+            resolve_device(device)
         self.plans: list[Plan] = []
-        self.is_refused = False
-        self._budget, self._say, self._refuse = budget, say, refuse
+        self.has_ended_script = False
+        self._budget, self._device, self._say, self._refuse = budget, device, say, refuse
         self._has_stepped, self._ends = False, ExitStack()
 
     def __enter__(self) -> PlannedTrainers:
@@ -65,7 +77,7 @@ class PlannedTrainers:
 
     def __exit__(self, *_error: object) -> None:
         self._ends.close()
-        if not (self.plans or self._has_stepped or self.is_refused):
+        if not (self.plans or self._has_stepped or self.has_ended_script):
             self._say(f"brimful: no plan was applied: nothing was trained. {_HERE}.")
 
     def _follow_transformers(self, module: ModuleType) -> None:
@@ -76,16 +88,14 @@ class PlannedTrainers:
             from brimful.integrations.transformers import AppliedPlan, apply, plan
 
             if any(isinstance(each, AppliedPlan) for each in trainer.callback_handler.callbacks):
-                return own(
-                    trainer, *args, **named
-                )  # it is planned already, by an earlier call or by the script
+                return own(trainer, *args, **named)  # planned already, by an earlier call or by the script
             with self._planning():
                 if named.get("trial") is not None or len(args) > 1:
                     raise UsageError(
                         "a search for hyperparameters changes what each trial trains, and a plan is for one "
                         "trial. Run the search without --budget, or call train() with one trial's arguments."
                     )
-                found = plan(trainer, str(trainer.args.device), budget=self._budget)
+                found = plan(trainer, self._device or str(trainer.args.device), budget=self._budget)
                 applied = apply(self._shown(found), trainer, report=False)
             with self._refusing(EquivalenceError):  # which the first step finds
                 result = own(trainer, *args, **named)
@@ -106,7 +116,7 @@ class PlannedTrainers:
 
             def planned(trainer: Any, lightning_module: Any) -> Plan:
                 with self._planning():
-                    return self._shown(plan_as_set_up(trainer, lightning_module, self._budget))
+                    return self._shown(plan_as_set_up(trainer, lightning_module, self._device, self._budget))
 
             at_start = PlanAtStart(planned)
             trainer.callbacks.append(at_start)
@@ -143,12 +153,15 @@ class PlannedTrainers:
             self._end_by(error)
 
     def _end_by(self, error: BrimfulError) -> NoReturn:
-        self.is_refused = True
+        self.has_ended_script = True
         self._refuse(error)
 
     def _shown(self, plan: Plan) -> Plan:
         self.plans.append(plan)
         self._say(str(plan))
+        if self._device is not None:
+            self.has_ended_script = True
+            raise SystemExit(0)
         return plan
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
@@ -157,10 +170,18 @@ class PlannedTrainers:
         if self._has_stepped or self.plans or isinstance(first, FakeTensor):
             return
         self._has_stepped = True
+        if self._device is not None:
+            self._end_by(
+                UsageError(
+                    f"--device plans a transformers.Trainer or a lightning.Trainer for {self._device}. The "
+                    "script has stepped an optimizer of its own: what is around its steps cannot be captured. "
+                    f'Describe the loop as a bf.Job, and call bf.estimate(job, "{self._device}").'
+                )
+            )
         self._say(_lines_to_write(optimizer, sys._getframe(), self._budget))
 
 
-def _lines_to_write(optimizer: Optimizer, frame: FrameType | None, budget: str) -> str:
+def _lines_to_write(optimizer: Optimizer, frame: FrameType | None, budget: str | None) -> str:
     """What plans a loop of the script's own, with the names that the loop has for what a plan needs."""
     while frame is not None and not is_users_own(frame.f_code.co_filename):
         frame = frame.f_back
