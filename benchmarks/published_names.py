@@ -201,7 +201,7 @@ def compare(row: Row) -> dict[str, Any]:
     }
 
 
-def _estimated(row: Row, job: bf.Job) -> bf.Estimate:
+def _estimated(row: Row, job: bf.Job) -> bf.api.Estimate:
     return bf.estimate(
         job,
         row.device,

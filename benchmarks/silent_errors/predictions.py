@@ -34,7 +34,7 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH))
 
 
-def _gpu_bytes(loop: Loop, model: Callable[[], nn.Module] = _net) -> bf.Estimate:
+def _gpu_bytes(loop: Loop, model: Callable[[], nn.Module] = _net) -> bf.api.Estimate:
     job = bf.Job(model=model, loss=lambda _m, _b: 0, batch=lambda n: torch.randn(n, _WIDTH), loop=loop)
     return bf.estimate(job, _GPU, micro_batch_size=512)
 

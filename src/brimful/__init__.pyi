@@ -23,6 +23,7 @@ from brimful.api import (
     prepare as prepare,
     verify as verify,
 )
+from brimful.doctor.shown import watch as watch
 from brimful.errors import (
     BrimfulError as BrimfulError,
     InfeasibleError as InfeasibleError,
@@ -31,7 +32,6 @@ from brimful.errors import (
 from brimful.job import Data as Data, Job as Job
 from brimful.models import find_architecture as find_architecture
 from brimful.planner import Plan as Plan
-from brimful.prediction import Estimate as Estimate
 from brimful.results import Measurement as Measurement
 from brimful.settings import Settings as Settings
 

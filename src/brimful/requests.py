@@ -187,6 +187,14 @@ def _capacity_of_rank(request: Request) -> int:
     return request.device.capacity_bytes // shared_by
 
 
+def check_budget(budget: str) -> None:
+    """Raise UsageError for a text that is neither a size nor a share."""
+    if budget.strip().endswith("%"):
+        _share(budget)
+    else:
+        parse_bytes(budget)
+
+
 _LARGEST_SHARE = 1000.0
 """Largest budget, as a multiple of what the baseline takes. A choice."""
 

@@ -624,7 +624,7 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
-    "run": ["--module", "--steps", "--eager", "--output"],
+    "run": ["--module", "--steps", "--eager", "--budget", "--device", "--output"],
     "train job": [
         *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",
         "--prefetch-factor", "--pin-memory",

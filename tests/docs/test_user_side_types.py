@@ -22,7 +22,7 @@ job = bf.Job(
     batch=lambda n: torch.zeros(n, 2),
     optimizer="sgd",
 )
-assert_type(bf.estimate(job, "RTX 3090", micro_batch_size=1), bf.Estimate)
+assert_type(bf.estimate(job, "RTX 3090", micro_batch_size=1), bf.api.Estimate)
 plan = bf.plan(job, "RTX 3090", global_batch_size=4)
 assert_type(plan, bf.Plan)
 assert_type(plan.predicted_peak_reserved_bytes, int)

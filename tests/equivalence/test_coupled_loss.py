@@ -214,7 +214,7 @@ def test_a_plan_splits_the_batch_and_keeps_its_word() -> None:
 def test_the_second_forward_is_in_the_predicted_time() -> None:
     """A step in parts takes at least one forward more than the same parts of a loss that couples nothing."""
 
-    def in_parts(job: Job) -> bf.Estimate:
+    def in_parts(job: Job) -> bf.api.Estimate:
         return bf.estimate(job, "cpu", micro_batch_size=64, gradient_accumulation_steps=4)
 
     coupled = in_parts(coupled_job())

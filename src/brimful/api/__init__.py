@@ -18,9 +18,11 @@ from brimful.execution.in_force import Prepared
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.step import StepOutcome
 from brimful.exports import Export
+from brimful.prediction import Estimate
 from brimful.profiling.named_device import calibrate
 
 __all__ = [
+    "Estimate",
     "Export",
     "PlannedStep",
     "Prepared",

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -86,13 +86,23 @@ def report_errors(as_json: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
     except BrimfulError as error:
         _report(error, as_json)
-        if isinstance(error, InterruptedRunError):
-            raise typer.Exit(INTERRUPTED) from None
-        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+        raise typer.Exit(_exit_status(error)) from None
     except Exception as error:
         _print_error(error, as_json)
         say(traceback_text(error).rstrip())
         raise typer.Exit(1) from None
+
+
+def exit_script(error: BrimfulError) -> NoReturn:
+    """Report an error and exit with its status, from within a script that brimful runs."""
+    _report(error, as_json=False)
+    raise SystemExit(_exit_status(error)) from None
+
+
+def _exit_status(error: BrimfulError) -> int:
+    if isinstance(error, InterruptedRunError):
+        return INTERRUPTED
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def report_bad_usage(message: str, as_json: bool) -> None:

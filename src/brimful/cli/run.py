@@ -7,13 +7,16 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from brimful.cli.output import report_errors, say
+from brimful.cli.output import exit_script, report_errors, say
 from brimful.errors import SaveError
 from brimful.utils.files import write_file
+
+if TYPE_CHECKING:
+    from brimful.integrations.unchanged_scripts import PlannedTrainers
 
 
 def run(
@@ -26,6 +29,22 @@ def run(
     eager: Annotated[
         bool, typer.Option("--eager", help="Run what torch.compile compiles eagerly in the recorded steps.")
     ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            help="Plan what a trainer of transformers or lightning trains inside this size, such as 11GiB, and "
+            "apply the plan. Elsewhere the lines to write are printed.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            help="Plan what a trainer of transformers or lightning trains for this GPU, such as "
+            '"RTX 3090", which need not be in this machine, and end the script in place of training.',
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", help="Also write what was seen to this JSON file.")
     ] = None,
@@ -33,15 +52,18 @@ def run(
     """Run a training script unchanged, and say what holds its memory and what is wrong with it.
 
     Its first optimizer steps are recorded, then it is left alone. Its output, results and exit status stay its
-    own; what was seen follows on standard error when it ends.
+    own; what was seen follows on standard error when it ends. With --budget, a script whose trainer cannot be
+    planned does not train: it ends with exit status 1, or 2 where the trainer's options are why.
     """
     with report_errors(as_json=False):
         from brimful.doctor import run_script, watched_document, watched_text
 
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
-        ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager)
-        if os.environ.get("RANK", "0") == "0" and os.getpid() == process:  # not in a fork that exits
+        within = _planned_trainers(budget, device) if budget or device else None
+        ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
+        has_ended = within is not None and within.has_ended_script
+        if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
             say(watched_text(ran.evidence))
             if file is not None:
                 _write(file, json.dumps(watched_document(ran.evidence), indent=2))
@@ -49,6 +71,20 @@ def run(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise typer.Exit(ran.exit_status)
+
+
+def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers:
+    from brimful.integrations.unchanged_scripts import PlannedTrainers
+
+    def say_once(text: str) -> None:
+        if _is_first_rank():
+            say(text)
+
+    return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _write(file: Path, text: str) -> None:

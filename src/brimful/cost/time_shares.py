@@ -26,6 +26,9 @@ TRANSFERS = "transfers"
 HOST = "host"
 """Launches and Python; on a GPU the time in which it waits for them, or for an update on the host."""
 
+LOADING = "data loading"
+"""Waiting for a DataLoader; predictions have none."""
+
 UNKNOWN = "unknown"
 """Kernels whose class has no measurements."""
 
@@ -53,6 +56,7 @@ _BEGINNINGS = {
     OPTIMIZER: ("optimizer",),
     TRANSFERS: ("input_copy", LINK, "communication"),
     HOST: ("host",),
+    LOADING: (LOADING,),
 }
 """By kind of operation, how names of its classes begin; the longest beginning counts. Convolutions of 1 × 1 are
 of the class "pointwise"."""

@@ -7,6 +7,7 @@ Start reading at `script.run_script`. `watch.Watch` follows a run, with `recordi
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import Finding, findings
 from brimful.doctor.script import ScriptRun, run_script
+from brimful.doctor.shown import ShownWatch
 from brimful.doctor.text import watched_document, watched_text
 from brimful.doctor.watch import STEPS, Watch
 
@@ -15,6 +16,7 @@ __all__ = [
     "Evidence",
     "Finding",
     "ScriptRun",
+    "ShownWatch",
     "Watch",
     "findings",
     "run_script",

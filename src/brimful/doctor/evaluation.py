@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from brimful.doctor.graphs import saved_bytes
 class FirstEvaluation:
     """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
 
-    It is one that no backward uses if none runs until the model is called again, or until the run ends.
+    It is one that no backward uses if none runs until the model is called again, or until the run ends. `sees`
+    says whether what happens now is watched.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sees: Callable[[], bool]) -> None:
         self.found: tuple[UnusedGraph, ...] = ()
-        self._depth, self._thread = 0, threading.get_ident()
+        self._depth, self._sees = 0, sees
         self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
         self._hooks = [
             register_module_forward_pre_hook(self._before),
@@ -48,14 +49,14 @@ class FirstEvaluation:
             hook.remove()
 
     def _before(self, model: nn.Module, _args: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if not self._sees():
             return
         self._depth += 1
         if self._depth == 1 and self._expected is not None and self._expected[1]() is model:
             self.end()
 
     def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
-        if threading.get_ident() != self._thread or self._depth == 0:
+        if not self._sees() or self._depth == 0:
             return
         self._depth -= 1
         if self._depth or self._expected is not None or model.training:

@@ -88,6 +88,10 @@ class Evidence:
     """Ends of the recorded optimizer steps."""
     held_in_forward: Mapping[str, Holding]
     """What names of the user's code hold when the last recorded step begins its first forward."""
+    time_shares: tuple[tuple[str, float], ...]
+    """Shares of a step by kind of operation, largest first, as torch's profiler measures them on a CPU."""
+    profiled_seconds: float | None
+    """Time of the step between those that are recorded and those that run unwatched: it is profiled."""
     seconds_after: tuple[float, ...]
     """Times of the steps after those, which ran unwatched."""
     data_seconds_after: tuple[float, ...]
@@ -158,8 +162,10 @@ class Evidence:
 
     @property
     def watching_seconds(self) -> float | None:
-        """Time that recording added to the steps, the first one not counted; None if that is not known."""
+        """Time that recording and profiling added to the steps, the first not counted; None if not known."""
         recorded = [each.seconds for each in self.steps if each.seconds is not None]
         if not (recorded and self.seconds_after):
             return None
-        return max(median(recorded) - median(self.seconds_after), 0.0) * len(self.steps)
+        plain = median(self.seconds_after)
+        of_profile = max((self.profiled_seconds or 0.0) - plain, 0.0)
+        return max(median(recorded) - plain, 0.0) * len(self.steps) + of_profile

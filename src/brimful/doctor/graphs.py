@@ -29,7 +29,7 @@ def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 
 def reached_from(tensors: Iterable[Any]) -> tuple[list[Tensor], set[int]]:
-    """The leaves that backward from tensors gives gradients, such as parameters, and the other nodes' numbers."""
+    """The leaves that backward from tensors gives gradients, and the numbers of the other nodes."""
     leaves, numbers = [], set()
     for node in nodes_of(tensors):
         if node.name() == _ACCUMULATE_GRAD:

@@ -56,7 +56,7 @@ def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int]
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_own(file):
-            for name, value in (*_locals_of(frame).items(), *frame.f_globals.items()):
+            for name, value in (*locals_of(frame).items(), *frame.f_globals.items()):
                 for shown, held, written in _of_name(name, value):
                     if shown not in found and (tensors := _tensors(held, own)):
                         found[shown] = _holding(shown, _line(file, written), held, tensors, first_node)
@@ -64,7 +64,7 @@ def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int]
     return found
 
 
-def _locals_of(frame: FrameType) -> dict[str, Any]:
+def locals_of(frame: FrameType) -> dict[str, Any]:
     """The variables of a running function.
 
     Up to Python 3.12 a frame keeps the dict that it shows, and so all values in it: it is emptied, unless the
@@ -131,7 +131,7 @@ def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
         elif isinstance(entry, list | tuple | deque):
             left += entry
         elif isinstance(entry, BaseException):
-            left += [value for frame, _ in walk_tb(entry.__traceback__) for value in _locals_of(frame).values()]
+            left += [value for frame, _ in walk_tb(entry.__traceback__) for value in locals_of(frame).values()]
     return [each for each in found if each.untyped_storage()._cdata not in own]
 
 

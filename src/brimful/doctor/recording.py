@@ -55,6 +55,7 @@ class CalledModules(ModuleCalls):
         super().__init__()
         self.on_call: Callable[[nn.Module, Any], None] = lambda _model, _args: None
         self.on_return: Callable[[nn.Module], None] = lambda _model: None
+        self.is_paused = False
         self.called: list[str] = []
         """Classes of the models that were called, in the order of their first calls."""
         self._models: dict[str, weakref.ref[nn.Module]] = {}
@@ -65,6 +66,8 @@ class CalledModules(ModuleCalls):
         return [(prefix, model) for prefix, model in models if model is not None]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if self.is_paused:
+            return
         if not self._stack:
             known = self._models.get(self._names.get(id(module), "?"))
             if id(module) not in self._names or (known is not None and known() is not module):
@@ -78,6 +81,8 @@ class CalledModules(ModuleCalls):
         super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.is_paused:
+            return
         super()._leave(module, args, output)
         if not self._stack:
             self.on_return(module)

@@ -6,6 +6,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -30,12 +31,18 @@ class ScriptRun:
 
 
 def run_script(
-    target: str, arguments: Sequence[str], *, steps: int, is_module: bool = False, eager: bool = False
+    target: str,
+    arguments: Sequence[str],
+    *,
+    steps: int,
+    is_module: bool = False,
+    eager: bool = False,
+    within: AbstractContextManager[object] | None = None,
 ) -> ScriptRun:
     """Run a script, or a module as `python -m` does, in this process, and watch its first optimizer steps.
 
-    `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`. UsageError if there is no such
-    file or folder.
+    `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`; the script runs in the context
+    `within`. UsageError if there is no such file or folder.
     """
     if not is_module and not Path(target).exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
@@ -45,7 +52,7 @@ def run_script(
     status, is_interrupted = 0, False
     watch = Watch(steps, eager=eager)
     try:
-        with watch:
+        with within or nullcontext(), watch:
             _run(target, is_module=is_module)
     except SystemExit as end:
         status = _status(end)

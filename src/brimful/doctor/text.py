@@ -12,6 +12,7 @@ from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, predict_memory
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
+from brimful.report.plans import time_shares_text
 from brimful.utils.quantities import format_bytes, format_seconds
 
 
@@ -30,7 +31,7 @@ def watched_report(evidence: Evidence) -> Report:
     if evidence.compiled:
         text = (
             f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
-            "--eager runs it eagerly in the recorded steps, which rounds otherwise."
+            "With --eager (in Python eager=True) it runs eagerly in the recorded steps, which rounds otherwise."
         )
         return Report(heading=heading, parts=(Remark("note", text),))
     if not evidence.trace.events:
@@ -53,6 +54,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "largest": [] if memory is None else [asdict(each) for each in memory.largest],
         "growth_bytes_per_step": evidence.growth_bytes,
         "step_seconds": evidence.step_seconds,
+        "time_shares": dict(evidence.time_shares),
         "watching_seconds": evidence.watching_seconds,
         "error": evidence.error,
         "compiled": evidence.compiled,
@@ -76,6 +78,8 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
         )
     if evidence.step_seconds is not None:
         yield Row("step", f"{format_seconds(evidence.step_seconds)}, unwatched")
+    if shares := evidence.time_shares:
+        yield Row("time goes to", time_shares_text(shares))
     if evidence.watching_seconds is not None:
         yield Row("watching", f"added {format_seconds(evidence.watching_seconds)} to these steps")
     yield category_listing(memory, memory.peak_allocated_bytes)

@@ -21,19 +21,23 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.lines import calling_line
+from brimful.cost.time_shares import time_shares
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
 from brimful.doctor.graphs import MOST_NODES
 from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
+from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
+from brimful.execution.random_state import PAUSED
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
@@ -61,7 +65,7 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def guarded(watch: Watch, *args: Any) -> None:
-        if watch.is_watched_thread and not watch.error:
+        if watch.sees and not watch.error:
             try:
                 method(watch, *args)
             except Exception as error:
@@ -89,7 +93,7 @@ class Watch:
         ops.on_error = self.end_by
         self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
-        self._is_recording, self._is_timed, self._eager, self._compiled = False, False, eager, ""
+        self._is_recording, self._eager, self._compiled = False, eager, ""
         self.error = ""
         self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
@@ -104,6 +108,9 @@ class Watch:
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
+        self._profile = StepProfile()
+        self._profiled_seconds: float | None = None
+        """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
         self._bytes_before_call, self._first_node_of_call = 0, 0
         self._graphs: list[_Graph] = []
@@ -131,6 +138,8 @@ class Watch:
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
         hooks.enter_context(self._backwards.following())
+        PAUSED.append(self.paused)
+        hooks.callback(PAUSED.remove, self.paused)
         stack.enter_context(self._ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
@@ -142,6 +151,7 @@ class Watch:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._stop()
+        self._profile.stop()
         self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
@@ -150,9 +160,28 @@ class Watch:
             self._ops.forget_failure()
 
     @property
-    def is_watched_thread(self) -> bool:
-        """Whether this is the thread that is watched."""
-        return threading.get_ident() == self._thread
+    def sees(self) -> bool:
+        """Whether what happens now is watched: in this thread, and not while watching is paused."""
+        return threading.get_ident() == self._thread and not self._ops.modules.is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See nothing in this thread while the context is open, such as the steps by which a plan is made."""
+        ops = self._ops
+        if not self.sees:
+            yield
+            return
+        is_on_top = self._is_recording and _get_current_dispatch_mode() is ops
+        ops.modules.is_paused = True
+        if is_on_top:
+            ops.__exit__(None, None, None)
+        try:
+            with ops.paused():
+                yield
+        finally:
+            ops.modules.is_paused = False
+            if is_on_top:
+                ops.__enter__()
 
     def end_by(self, error: Exception) -> None:
         """End recording by an error of its own."""
@@ -184,6 +213,8 @@ class Watch:
             trace=trace,
             steps=tuple(self._ends),
             held_in_forward=self._held_in_forward,
+            time_shares=time_shares(self._profile.class_seconds.items()),
+            profiled_seconds=self._profiled_seconds,
             seconds_after=tuple(seconds for seconds, _ in self._after),
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
@@ -218,7 +249,7 @@ class Watch:
         self._graphs.clear()
         has_evaluated = self._in_evaluation_mode or self._evaluations
         if not has_evaluated and not self._compiled and not self.error:
-            self._first_evaluation = FirstEvaluation()
+            self._first_evaluation = FirstEvaluation(lambda: self.sees)
 
     # What models do
 
@@ -260,9 +291,9 @@ class Watch:
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
-        if self._first_evaluation is not None:
+        if self._first_evaluation is not None and self.sees:
             self._first_evaluation.note_backward()
-        is_noted = self._is_recording and self.is_watched_thread
+        is_noted = self._is_recording and self.sees
         if is_noted:
             self._ops.begin()
         return is_noted
@@ -278,7 +309,7 @@ class Watch:
             yield
 
     def _stop_before_compiled_code(self) -> None:
-        if self._is_recording and self.is_watched_thread:
+        if self._is_recording and self.sees:
             self._compiled = calling_line() or "the script"
             self._stop()
 
@@ -386,6 +417,8 @@ class Watch:
         self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
             self._stop()
+            if self._device_type == "cpu":
+                self._profile.begin()
 
     @property
     def _start_of_step_before(self) -> int:
@@ -436,14 +469,14 @@ class Watch:
 
     def _note_time(self, optimizer: Optimizer, now: float) -> None:
         """Time a step that is not recorded, from the end of the one before."""
-        if id(optimizer) != self._timed_optimizer or self._is_timed:
+        if id(optimizer) != self._timed_optimizer or len(self._after) == self._asked:
             return
-        if self._began is not None:
+        if self._began is not None and self._profiled_seconds is None:
+            self._profile.end()
+            self._profiled_seconds = time.perf_counter() - self._began
+        elif self._began is not None:
             self._after.append((now - self._began, self._waited))
-        self._began, self._waited = now, 0.0
-        if len(self._after) > self._asked:  # the first has the end of recording in it
-            self._after.pop(0)
-            self._is_timed = True
+        self._began, self._waited = time.perf_counter(), 0.0
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:

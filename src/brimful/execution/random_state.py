@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -83,16 +83,22 @@ class RandomState:
         )
 
 
+PAUSED: list[Callable[[], AbstractContextManager[object]]] = []
+"""What watches the process, each by a context in which it sees nothing."""
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Within, random draws on the host and GPUs do not change those that follow; also a decorator.
 
     Public functions that run a job's code have it: weights that are made after a prediction or a training run
-    are those that would have been made without it.
+    are those that would have been made without it, and who watches the run sees none of it.
     """
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with RandomState.kept():
+        with ExitStack() as stack, RandomState.kept():
+            for paused in PAUSED:
+                stack.enter_context(paused())
             yield
     finally:
         if on_gpus:

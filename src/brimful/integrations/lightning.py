@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Unpack
 
+import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from brimful.integrations.suggestions import for_trainer, infeasible_for_trainer
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.profiling.named_device import DeviceLike
+from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.results import Recovery
 from brimful.settings import Settings
 from brimful.torch_utils.replaced import replace_attribute, replaced
@@ -49,6 +50,7 @@ __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Lightning's names of precisions. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
+_PLANNED_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _EPOCHS = 1000
 """Epochs of a trainer without max_epochs. Source: lightning 2.6, `Trainer.__init__`."""
 
@@ -300,6 +302,50 @@ class PlanCallback(Callback):
             self.recoveries += self._prepared.recoveries
             self._prepared = None
         self._changes.close()
+
+
+class PlanAtStart(Callback):
+    """Applies a plan that `make` makes of the trainer and its module when they begin to train."""
+
+    def __init__(self, make: Callable[[Trainer, LightningModule], Plan]) -> None:
+        self._make = make
+        self.applied: PlanCallback | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Add the callback of the plan, which Lightning then calls too: it goes through the list as it is."""
+        self.applied = PlanCallback(self._make(trainer, pl_module))
+        trainer.callbacks.append(self.applied)
+
+    def remove(self, trainer: Any) -> None:
+        """Remove both callbacks from the trainer."""
+        trainer.callbacks[:] = [each for each in trainer.callbacks if each not in (self, self.applied)]
+
+
+def plan_as_set_up(trainer: Trainer, module: LightningModule, device: str | None, budget: str | None) -> Plan:
+    """The plan of what a trainer, which begins to train, is set up for, on its own device or another.
+
+    Raises `UsageError` where a plan cannot take that over.
+    """
+    if trainer.world_size > 1:
+        raise UsageError(
+            f"the trainer has {trainer.world_size} processes, each of which would plan by itself. Plan in the "
+            f"script: bfl.plan(module, loader, world_size={trainer.world_size})."
+        )
+    if (precision := _PLANNED_PRECISIONS.get(str(trainer.precision))) is None:
+        raise UsageError(
+            f'the trainer has precision="{trainer.precision}". Plans are made for '
+            f"{', '.join(_PLANNED_PRECISIONS)}."
+        )
+    loader: Any = trainer.train_dataloader
+    if not isinstance(loader, DataLoader):
+        raise UsageError(f"the trainer reads a {type(loader).__name__}; a plan is made of one DataLoader.")
+    device = device or str(trainer.strategy.root_device)
+    is_cuda = resolve_device(device).kind == "cuda"
+    if precision == "fp32" and is_cuda and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
+    of_batch = _batch_size(loader) or BatchLayout().count(_first_batch(loader))
+    size = of_batch * trainer.accumulate_grad_batches
+    return plan(module, loader, device, budget=budget, precision=precision, global_batch_size=size)
 
 
 def _batch_size(loader: Any) -> int | None:

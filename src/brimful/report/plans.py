@@ -82,7 +82,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         which = "with the CUDA context" if context else "allocated"
         yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
     yield Row("predicted step", _step(estimate))
-    yield Row("time goes to", _time_shares(estimate))
+    yield Row("time goes to", time_shares_text(estimate.predicted_time_shares))
     yield from uncertain_rows(estimate.uncertain)
     if estimate.own_checkpoints:
         yield Row(
@@ -204,9 +204,9 @@ def _step(estimate: Estimate) -> str:
     return f"{_seconds(estimate)}, {rate} ({listed})"
 
 
-def _time_shares(estimate: Estimate) -> str:
+def time_shares_text(shares: Iterable[tuple[str, float]]) -> str:
     """Kinds of operation with their shares of the step, those that round to 1 % or more."""
-    shown = [(kind, share) for kind, share in estimate.predicted_time_shares if share >= _SHOWN_TIME_SHARE]
+    shown = [(kind, share) for kind, share in shares if share >= _SHOWN_TIME_SHARE]
     return ", ".join(f"{kind} {share:.0%}" for kind, share in shown)
 
 

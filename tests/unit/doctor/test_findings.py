@@ -417,7 +417,7 @@ def test_a_second_forward_of_the_trained_model_is_found() -> None:
             step(model, optimizer, x, y)
             right += int((model(x).argmax(-1) == y).sum())
     (found,) = findings(watch.evidence())
-    assert (found.check, found.size_bytes) == ("graph-unused", 256 * (4 * WIDTH + WIDTH) * 4)
+    assert (found.check, found.size_bytes) == ("graph-unused", 256 * (4 * WIDTH + WIDTH + 4) * 4)
 
 
 def test_a_model_without_units_is_reported() -> None:

@@ -68,7 +68,7 @@ def growing(change: Callable[[Keeps, Tensor], None] = append_to_a_buffer, optimi
     )
 
 
-def grown(estimate: bf.Estimate) -> str:
+def grown(estimate: bf.api.Estimate) -> str:
     (note,) = [note for note in estimate.uncertain if note.startswith("memory that grew by ")]
     return note.removeprefix("memory that grew by ").partition(" in the last")[0]
 

@@ -23,11 +23,11 @@ def job(outputs: int, width: int = WIDTH) -> bf.Job:
     )
 
 
-def estimated(own: bf.Job, device: str = "A100 80GB", precision: str = "bf16") -> bf.Estimate:
+def estimated(own: bf.Job, device: str = "A100 80GB", precision: str = "bf16") -> bf.api.Estimate:
     return bf.estimate(own, device, micro_batch_size=SAMPLES, precision=precision)
 
 
-def odd_notes(found: bf.Estimate | bf.Plan) -> list[str]:
+def odd_notes(found: bf.api.Estimate | bf.Plan) -> list[str]:
     return [note for note in found.notes if "not a multiple of 8" in note]
 
 

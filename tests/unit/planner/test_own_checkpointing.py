@@ -94,7 +94,7 @@ def job(way: str = "non-reentrant", switch: str = "gradient_checkpointing", *, i
     )
 
 
-def estimate(the_job: bf.Job, **how: Any) -> bf.Estimate:
+def estimate(the_job: bf.Job, **how: Any) -> bf.api.Estimate:
     return bf.estimate(the_job, "RTX 3090", micro_batch_size=SAMPLES, **how)
 
 

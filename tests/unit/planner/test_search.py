@@ -486,14 +486,14 @@ def test_headroom_that_is_expected_saves_captures_and_the_plan_is_as_fast(
     estimate_of, captured_from = candidate.estimate_of, candidate.Candidate.captured_from
     peaks: list[tuple[int, int]] = []
 
-    def counted(settings: Settings, *others: Any) -> bf.Estimate:
+    def counted(settings: Settings, *others: Any) -> bf.api.Estimate:
         captures.append(settings)
-        estimate: bf.Estimate = estimate_of(settings, *others)
+        estimate: bf.api.Estimate = estimate_of(settings, *others)
         return estimate
 
-    def compared(self: Any, level: int, budget_bytes: int) -> bf.Estimate | None:
+    def compared(self: Any, level: int, budget_bytes: int) -> bf.api.Estimate | None:
         expected = self.expected_device_peak(level)
-        found: bf.Estimate | None = captured_from(self, level, budget_bytes)
+        found: bf.api.Estimate | None = captured_from(self, level, budget_bytes)
         if found is not None and found.settings == self._expected_at(level).settings:
             peaks.append((expected.likely_bytes, found.device_peak.likely_bytes))
         return found

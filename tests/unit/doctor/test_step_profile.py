@@ -1,0 +1,82 @@
+"""Where the time of a step goes: planted costs are found, and the script's own profilers keep working."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from brimful.cost.time_shares import HOST, LOADING, MATMUL, NORMALIZATION, OPTIMIZER, POINTWISE
+from brimful.doctor import Watch, watched_document, watched_text
+
+
+def train(model: nn.Module, x: Tensor, steps: int = 8, before_step: Callable[[int], object] = id) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        before_step(step)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def shares_of(*args: object) -> dict[str, float]:
+    with Watch() as watch:
+        train(*args)  # type: ignore[arg-type]
+    shares = watched_document(watch.evidence())["time_shares"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert f"time goes to    {next(iter(shares))}" in watched_text(watch.evidence())
+    return shares
+
+
+def test_each_kind_of_op_has_its_share() -> None:
+    wide = shares_of(nn.Sequential(nn.Linear(512, 512), nn.ReLU()), torch.randn(512, 512))
+    assert next(kind for kind in wide if kind != HOST) == MATMUL
+    assert {OPTIMIZER, POINTWISE, HOST} <= wide.keys()
+    assert LOADING not in wide
+    norm = shares_of(nn.LayerNorm(1024), torch.randn(4096, 1024))
+    assert norm[NORMALIZATION] > 0.1 > wide.get(NORMALIZATION, 0)
+    busy = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 8, lambda _: time.sleep(0.05))
+    assert next(iter(busy)) == HOST
+
+
+def test_data_loading_has_its_share() -> None:
+    class Slow(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Tensor:
+            time.sleep(0.05)
+            return torch.randn(16)
+
+    batches = iter(DataLoader(Slow(), 1))
+    shares = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 8, lambda _: next(batches))
+    assert next(iter(shares)) == LOADING
+
+
+@pytest.mark.parametrize("first", [0, 3, 4], ids=["all along", "in the profiled step", "after it"])
+def test_a_profiler_of_the_script_sees_its_steps(first: int) -> None:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def before_step(step: int) -> None:
+        if step == first:
+            profiler.start()
+
+    model = nn.Linear(16, 16)
+    with Watch() as watch:
+        train(model, torch.randn(16, 16), 8, before_step)
+        profiler.stop()
+    (row,) = [each for each in profiler.key_averages() if each.key == "aten::addmm"]
+    assert row.count >= 8 - first  # an op of a recorded step is dispatched twice
+    assert watch.evidence().error == ""
+    assert bool(watch.evidence().time_shares) == (first == 4)
+
+
+def test_a_run_that_ends_while_it_is_profiled_leaves_no_profiler() -> None:
+    with Watch() as watch:
+        train(nn.Linear(16, 16), torch.randn(16, 16), 3)
+    assert watch.evidence().time_shares == ()
+    assert not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
