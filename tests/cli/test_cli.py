@@ -592,6 +592,7 @@ TRAIN = (
 LENGTH = ["--epochs", "--dataset-size", "--samples", "--tokens"]
 OPTIONS = {
     "calibrate": ["--force", "--json"],
+    "doctor": ["--sarif", "--json"],
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",

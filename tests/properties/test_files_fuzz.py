@@ -36,6 +36,7 @@ from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
 from brimful.devices import find_device
+from brimful.doctor.source_checks import check_sources
 from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
@@ -202,6 +203,7 @@ USERS: dict[str, str] = TABLES | {
     "prices.json": '{"L4": 0.8}',
     "job.json": json.dumps(RECIPE),
     "config.json": json.dumps(CONFIGURATION),
+    "train.py": "import torch\nfor x in data:\n    loss = net(x)\n    loss.backward()\n    total += loss\n",
     INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}}),
 }
 """Content of files that brimful did not write, by name."""
@@ -328,6 +330,7 @@ READERS = {
         read=lambda path: read_recipe_run(path.parent),
         is_sound=lambda found: isinstance(found, RecipeRun),
     ),
+    "script": Readable(name="train.py", read=lambda path: check_sources([str(path)])),
 }
 TEXTS = ("table", "JSON lines", "book")
 JSON_DOCUMENTS = (
