@@ -82,13 +82,7 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield block_listing(memory)
     yield from module_listing(memory, memory.peak_allocated_bytes)
     yield from _savings_listing(memory, evidence)
-    found = findings(evidence)
-    if not found:
-        yield Remark("findings", "none")
-        return
-    yield Listing(
-        title="findings: at stake, what, and the change to make", line="    {:>9}  {}", rows=tuple(_rows(found))
-    )
+    yield findings_part(findings(evidence))
 
 
 def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Listing]:
@@ -96,6 +90,14 @@ def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[L
     if rows:
         title = "would take less at the peak: about how much, and the change"
         yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows))
+
+
+def findings_part(found: tuple[Finding, ...]) -> Part:
+    """Findings for a reader."""
+    if not found:
+        return Remark("findings", "none")
+    title = "findings: at stake, what, and the change to make"
+    return Listing(title=title, line="    {:>9}  {}", rows=tuple(_rows(found)))
 
 
 def _rows(found: tuple[Finding, ...]) -> Iterator[tuple[str, str]]:
