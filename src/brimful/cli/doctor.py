@@ -1,4 +1,4 @@
-"""`brimful doctor`: what is wrong, from outside: with scripts that do not run, and in memory snapshots."""
+"""`brimful doctor`: what is wrong, from outside: with scripts, in memory snapshots, with jobs."""
 
 from __future__ import annotations
 
@@ -10,42 +10,67 @@ from typing import Annotated
 
 import typer
 
-from brimful.cli.options import AsJson
-from brimful.cli.output import refuse, report_errors, show
+from brimful.cli.options import AsJson, DeviceName, ModelOptions, OnePrecision, flattened
+from brimful.cli.output import asked_on_command_line, report_errors, show
+from brimful.cli.sources import find_job
 from brimful.errors import UsageError
 from brimful.utils.files import is_directory, write_file
+from brimful.utils.status import busy
 
 _SNAPSHOTS = (".pickle", ".pkl")
 
 
+@flattened
 def doctor(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(
-            help="Scripts and folders of scripts (train.py, src); or a CUDA memory snapshot (snapshot.pickle).",
+            help="Scripts and folders of scripts (train.py, src); or a CUDA memory snapshot (snapshot.pickle); "
+            "or a job (file.py:NAME, gpt2), as for estimate.",
             show_default=False,
         ),
     ],
+    options: ModelOptions,
     sarif: Annotated[
         Path | None,
         typer.Option("--sarif", help="Also write the findings in scripts to this SARIF file, for CI."),
     ] = None,
+    device: DeviceName = "auto",
+    micro_batch_size: Annotated[
+        int, typer.Option("--micro-batch-size", help="Samples in a step of the job.", min=1)
+    ] = 8,
+    precision: OnePrecision = "fp32",
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with a script from its text alone, or what held the memory in a snapshot.
+    """Say what is wrong with a script from its text, with a job from a captured step, in a memory snapshot.
 
-    Nothing is run. The exit status is 1 if something is found that is not a note.
+    No script and no step runs. The exit status is 1 if something is found that is not a note.
     """
     with report_errors(as_json):
         if all(each.endswith(".py") or is_directory(Path(each)) for each in what):
+            _check_options(context, "scripts", {"sarif"})
             is_well = _sources(what, sarif, as_json)
-        else:
-            refuse({"--sarif": sarif}, "only findings in scripts have lines for SARIF")
-            if len(what) > 1:
-                raise UsageError(f"several scripts can be named, or one other thing: {', '.join(what)}.")
+        elif len(what) > 1:
+            raise UsageError(f"several scripts can be named, or one other thing: {', '.join(what)}.")
+        elif what[0].endswith(_SNAPSHOTS):
+            _check_options(context, "a memory snapshot", set())
             is_well = _snapshot(what[0], as_json)
+        else:
+            _check_options(context, "a job", {*_OF_JOBS, *ModelOptions.__dataclass_fields__})
+            is_well = _job(what[0], options, device, micro_batch_size, precision, as_json)
         if not is_well:
             raise typer.Exit(1)
+
+
+_OF_JOBS = ("device", "micro_batch_size", "precision")
+
+
+def _check_options(context: typer.Context, kind: str, taken: set[str]) -> None:
+    """Refuse options that are of another kind of thing."""
+    asked = asked_on_command_line(context, lambda name: name not in {*taken, "what", "as_json"})
+    if asked:
+        raise UsageError(f"{', '.join(asked)} does not go with {kind}.")
 
 
 def _sources(paths: Sequence[str], sarif: Path | None, as_json: bool) -> bool:
@@ -78,3 +103,29 @@ def _snapshot(path: str, as_json: bool) -> bool:
     uses = device_uses(read_snapshot(path))
     show(snapshot_text(path, uses), lambda: snapshot_document(uses), as_json)
     return not any(each.findings for each in uses)
+
+
+def _job(
+    model: str, options: ModelOptions, device: str, micro_batch_size: int, precision: str, as_json: bool
+) -> bool:
+    """Show what holds the memory of a job's captured step, and what is wrong; whether nothing is."""
+    from brimful import api
+    from brimful.doctor import Evidence
+    from brimful.doctor.findings import captured_findings
+    from brimful.doctor.text import captured_document, captured_notes, captured_text
+    from brimful.options import parse_precision
+    from brimful.profiling.named_device import resolve_device
+    from brimful.settings import Settings
+
+    job, target = find_job(model, options), resolve_device(device)
+    settings = Settings(micro_batch_size=micro_batch_size, precision=parse_precision(precision))
+    target.check_precision(settings.precision)
+    with busy("capturing a step"):
+        evidence = Evidence.of_trace(api.capture_trace(job, settings, target))
+    found, notes = captured_findings(evidence), captured_notes(evidence.trace, target)
+    show(
+        captured_text(evidence, device=target.name, found=found, notes=notes),
+        lambda: captured_document(evidence, device=target.name, found=found, notes=notes),
+        as_json,
+    )
+    return not found
