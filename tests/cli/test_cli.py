@@ -594,7 +594,7 @@ OPTIONS = {
     "calibrate": ["--force", "--json"],
     "doctor": [
         "--sarif", "--device", "--micro-batch-size", "--precision", "--seq-len", "--image-size", "--set",
-        "--dtype", "--lora", "--quantize", "--json",
+        "--dtype", "--lora", "--quantize", "--kill", "--json",
     ],
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",

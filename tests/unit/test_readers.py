@@ -145,6 +145,7 @@ RUNNERS = {
     "planner/plan.py": {"import_module": "brimful.api, which checks and exports plans"},
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
+    "doctor/machine.py": {"subprocess.run": "nvidia-smi, with fixed arguments"},
     "doctor/script.py": {
         "run_path": "the folder that the user names to `brimful run`",
         "compile": "the script that the user names to `brimful run`",

@@ -1,8 +1,9 @@
-"""`brimful doctor`: what is wrong, from outside: with scripts, in memory snapshots, with jobs."""
+"""`brimful doctor`: what is wrong with scripts, memory snapshots, jobs and this machine, from outside."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from brimful.cli.options import AsJson, DeviceName, ModelOptions, OnePrecision, flattened
-from brimful.cli.output import asked_on_command_line, report_errors, show
+from brimful.cli.output import asked_on_command_line, refuse, report_errors, show
 from brimful.cli.sources import find_job
 from brimful.errors import UsageError
 from brimful.utils.files import is_directory, write_file
@@ -27,7 +28,7 @@ def doctor(
         list[str],
         typer.Argument(
             help="Scripts and folders of scripts (train.py, src); or a CUDA memory snapshot (snapshot.pickle); "
-            "or a job (file.py:NAME, gpt2), as for estimate.",
+            "or a job (file.py:NAME, gpt2), as for estimate; or the word machine.",
             show_default=False,
         ),
     ],
@@ -41,9 +42,18 @@ def doctor(
         int, typer.Option("--micro-batch-size", help="Samples in a step of the job.", min=1)
     ] = 8,
     precision: OnePrecision = "fp32",
+    kill: Annotated[
+        int | None,
+        typer.Option(
+            "--kill",
+            metavar="PID",
+            help="With machine: end a process of yours that holds memory of a GPU, after a question.",
+            min=1,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what is wrong with a script from its text, with a job from a captured step, in a memory snapshot.
+    """Say what is wrong with scripts (from their text), a memory snapshot, a job, or this machine.
 
     No script and no step runs. The exit status is 1 if something is found that is not a note.
     """
@@ -53,6 +63,9 @@ def doctor(
             is_well = _sources(what, sarif, as_json)
         elif len(what) > 1:
             raise UsageError(f"several scripts can be named, or one other thing: {', '.join(what)}.")
+        elif what[0] == "machine":
+            _check_options(context, "machine", {"kill"})
+            is_well = _machine(kill, as_json)
         elif what[0].endswith(_SNAPSHOTS):
             _check_options(context, "a memory snapshot", set())
             is_well = _snapshot(what[0], as_json)
@@ -129,3 +142,24 @@ def _job(
         as_json,
     )
     return not found
+
+
+def _machine(kill: int | None, as_json: bool) -> bool:
+    """Show this machine, or end a process of it; whether nothing is odd, or the process ended."""
+    from brimful.doctor.machine import Holder, end_process, this_machine
+    from brimful.doctor.machine_text import holder_text, machine_document, machine_text
+
+    machine = this_machine()
+    if kill is None:
+        show(machine_text(machine), lambda: machine_document(machine), as_json)
+        return not machine.odd
+    refuse({"--json": as_json}, "--kill asks at the terminal")
+
+    def confirms(holder: Holder) -> bool:
+        if not sys.stdin.isatty():
+            raise UsageError(f"--kill asks at a terminal, and there is none. Without it: kill {holder.pid}")
+        return input(f"{holder_text(holder)}\nEnd this process (SIGTERM)? Type yes: ").strip() == "yes"
+
+    has_ended = end_process(kill, machine, confirms)
+    show(f"process {kill} {'has ended' if has_ended else 'still runs'}", dict, as_json)
+    return has_ended
