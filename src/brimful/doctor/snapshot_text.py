@@ -28,7 +28,7 @@ def snapshot_document(uses: Sequence[DeviceUse]) -> dict[str, Any]:
 
 
 def _parts(use: DeviceUse) -> Iterator[Part]:
-    yield Row("reserved", f"{format_bytes(use.reserved_bytes)} in {use.segments} segments")
+    yield Row("reserved", f"{format_bytes(use.reserved_bytes)} in {_counted(use.segments, 'segment')}")
     yield Row("allocated", f"{format_bytes(use.allocated_bytes)} in tensors")
     if use.late_bytes:
         yield Row("freed late", f"{format_bytes(use.late_bytes)} that other streams may still use")
@@ -58,10 +58,10 @@ def _parts(use: DeviceUse) -> Iterator[Part]:
 
 
 def _lines(title: str, lines: Sequence[LineUse]) -> Listing:
-    rows = [(format_bytes(each.size_bytes), f"{each.line}, {_blocks(each.blocks)}") for each in lines]
+    rows = [(format_bytes(each.size_bytes), f"{each.line}, {_counted(each.blocks, 'block')}") for each in lines]
     more = [("…", f"{len(rows) - _LISTED_LINES} more lines")] if len(rows) > _LISTED_LINES else []
     return Listing(title=title, line="    {:>9}  {}", rows=(*rows[:_LISTED_LINES], *more), is_detail=True)
 
 
-def _blocks(count: int) -> str:
-    return f"{count} block{'s' if count != 1 else ''}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"

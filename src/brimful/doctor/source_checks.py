@@ -704,9 +704,16 @@ def attention_not_fused(source: Source) -> Iterator[Finding]:
 
 @source_check
 def data_parallel(source: Source) -> Iterator[Finding]:
-    """`nn.DataParallel` in a script that trains."""
-    for call in source.calls if source.trainings else ():
-        if source.full_name(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel"):
+    """`nn.DataParallel` of a model that a training loop calls."""
+    loops = {training.loop for training in source.trainings}
+    trained = {name_of(call.func) for call in source.calls if source.loop_of(call) in loops}
+    for call in source.calls:
+        parent = source.parents[call]
+        while isinstance(parent, ast.Call | ast.Attribute):  # DataParallel(model).cuda()
+            parent = source.parents[parent]
+        bound = {name_of(each).partition(".")[0] for each in getattr(parent, "targets", ())}
+        is_wrapper = source.full_name(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
+        if is_wrapper and bound & {name.partition(".")[0] for name in trained}:
             yield Finding(
                 what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
                 change="DistributedDataParallel, one process for each GPU",
