@@ -104,7 +104,7 @@ def source_findings(source: Source) -> tuple[Finding, ...]:
         found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
     except RecursionError as error:
         raise FileFormatError(f"the script {source.name} is nested too deeply to be checked.") from error
-    lines = source.text.splitlines()
+    lines = source.text.split("\n")
     kept = [each for each in found if not _is_ignored(each, lines[line_number(each) - 1])]
     return tuple(sorted(kept, key=lambda each: (line_number(each), each.check)))
 
@@ -654,7 +654,7 @@ def anomaly_detection(source: Source) -> Iterator[Finding]:
     """Anomaly detection, where nothing decides about it."""
     for call in source.calls_of("set_detect_anomaly", "detect_anomaly"):
         asked = call.args[0] if call.args else keyword(call, "mode")
-        is_on = is_constant(asked, True) or (asked is None and called(call) == "detect_anomaly")
+        is_on = is_constant(asked, True) or (called(call) == "detect_anomaly" and not call.args + call.keywords)
         decided = any(isinstance(each, ast.If | ast.IfExp) for each in source.ancestors(call))
         if is_on and (not decided or _is_main(source, call)):
             yield Finding(
