@@ -593,6 +593,10 @@ TRAIN = (
 LENGTH = ["--epochs", "--dataset-size", "--samples", "--tokens"]
 OPTIONS = {
     "calibrate": ["--force", "--json"],
+    "doctor": [
+        "--sarif", "--device", "--micro-batch-size", "--precision", "--seq-len", "--image-size", "--set",
+        "--dtype", "--lora", "--quantize", "--kill", "--json",
+    ],
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",

@@ -120,6 +120,22 @@ def test_the_keys_of_runs_are_described(job: bf.Job) -> None:
     assert keys("brimful calibrate") == [set(document), set(document["devices"][0])]
 
 
+def test_the_keys_of_checks_are_described(job: bf.Job) -> None:
+    from brimful.api import capture_trace
+    from brimful.doctor import Evidence, Finding
+    from brimful.doctor.allocations import DeviceUse
+    from brimful.doctor.machine import this_machine
+    from brimful.doctor.machine_text import machine_document
+    from brimful.doctor.text import captured_document
+
+    trace = capture_trace(job, bf.Settings(micro_batch_size=8), "T4")
+    of_job = captured_document(Evidence.of_trace(trace), device="T4", found=(), notes=())
+    of_scripts, *described = keys("brimful doctor")
+    assert of_scripts == {"scripts", "findings"}
+    records = [{field.name for field in fields(each)} for each in (Finding, DeviceUse)]
+    assert described == [records[0], set(of_job), records[1], set(machine_document(this_machine()))]
+
+
 GUIDES = [
     DOCS.parent / "README.md",
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "decisions"} & set(path.parts)),

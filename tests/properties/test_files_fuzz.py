@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -36,6 +37,9 @@ from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
 from brimful.devices import find_device
+from brimful.doctor.allocations import device_uses
+from brimful.doctor.snapshot import read_snapshot
+from brimful.doctor.source_checks import check_sources
 from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
@@ -197,11 +201,23 @@ CONFIGURATION = {
     "vocab_size": 20,
     "max_position_embeddings": 32,
 }
+_FRAMES = [{"filename": "train.py", "line": 3, "name": "main"}]
+_BLOCK = {"address": 512, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": _FRAMES}
+SNAPSHOT = {
+    "segments": [{"device": 0, "total_size": 512, "is_expandable": False, "blocks": [_BLOCK]}],
+    "device_traces": [
+        [
+            {"action": action, "addr": 512, "size": 500, "frames": _FRAMES}
+            for action in ("alloc", "free_requested")
+        ]
+    ],
+}
 USERS: dict[str, str] = TABLES | {
     "prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n",
     "prices.json": '{"L4": 0.8}',
     "job.json": json.dumps(RECIPE),
     "config.json": json.dumps(CONFIGURATION),
+    "train.py": "import torch\nfor x in data:\n    loss = net(x)\n    loss.backward()\n    total += loss\n",
     INDEX: json.dumps({"metadata": {}, "weight_map": {"a": "b.safetensors"}}),
 }
 """Content of files that brimful did not write, by name."""
@@ -224,6 +240,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"a.pooler": torch.zeros(2)}, folder / TENSORS)
     for name, content in USERS.items():
         (folder / name).write_text(content)
+    (folder / "memory.pickle").write_bytes(pickle.dumps(SNAPSHOT))
     return folder
 
 
@@ -328,6 +345,8 @@ READERS = {
         read=lambda path: read_recipe_run(path.parent),
         is_sound=lambda found: isinstance(found, RecipeRun),
     ),
+    "memory snapshot": Readable(name="memory.pickle", read=lambda path: device_uses(read_snapshot(path))),
+    "script": Readable(name="train.py", read=lambda path: check_sources([str(path)])),
 }
 TEXTS = ("table", "JSON lines", "book")
 JSON_DOCUMENTS = (

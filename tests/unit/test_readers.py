@@ -50,6 +50,8 @@ TABLES = "reader: table"
 PRICES = "reader: prices"
 CONFIGURATION = "reader: configuration"
 METADATA = "reader: recipe"
+SCRIPT = "reader: script"
+SNAPSHOT = "reader: memory snapshot"
 LINES = "test_changed_json_lines_are_read_or_refused"
 IMAGES = "test_damaged_images_are_read_or_refused"
 ARGUMENTS = "test_any_arguments_are_carried_out_or_refused"
@@ -70,6 +72,8 @@ READERS = {
     },
     "doctor/names.py": {"read_text": "source of code that runs, to name a line of it"},
     "doctor/script.py": {"read_bytes": "the script that the user names to `brimful run`"},
+    "doctor/snapshot.py": {"read_regular_file": SNAPSHOT},
+    "doctor/source_checks.py": {"read_regular_file": SCRIPT},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
@@ -141,6 +145,7 @@ RUNNERS = {
     "planner/plan.py": {"import_module": "brimful.api, which checks and exports plans"},
     "utils/display.py": {"import_module": "brimful.report, which writes the text of results"},
     "integrations/transformers/coupling.py": {"import_module": "the package of the loss that the user made"},
+    "doctor/machine.py": {"subprocess.run": "nvidia-smi, with fixed arguments"},
     "doctor/script.py": {
         "run_path": "the folder that the user names to `brimful run`",
         "compile": "the script that the user names to `brimful run`",

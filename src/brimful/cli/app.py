@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from brimful import __version__
+from brimful.cli.doctor import doctor
 from brimful.cli.largest import largest_estimate, largest_plan, with_size_after_largest
 from brimful.cli.options import (
     MODEL_ARGUMENT,
@@ -71,6 +72,7 @@ app.command(
         "allow_interspersed_args": False,
     }
 )(run)
+app.command()(doctor)
 
 
 _START = """\

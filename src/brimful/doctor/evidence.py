@@ -132,6 +132,41 @@ class Evidence:
     measured_peak_bytes: int | None
     """torch's own measurement of allocated memory; None on a CPU."""
 
+    @classmethod
+    def of_trace(cls, trace: Trace) -> Evidence:
+        """What the captured steps of a job show, which did not run: nothing but what is in their trace.
+
+        Ends of steps have no time and no memory, so that nothing is concluded from them.
+        """
+        first_ops = {op.step: index for index, op in reversed([*enumerate(trace.ops)])}
+        ends = [first_ops.get(step + 1, len(trace.ops)) for step in range(trace.captured_steps)]
+        return cls(
+            trace=trace,
+            steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
+            held_in_forward={},
+            seconds_after=(),
+            data_seconds_after=(),
+            backwards=(),
+            evaluations=(),
+            trained_in_evaluation_mode=(),
+            unused_graphs=(),
+            gradients_added=(),
+            divides_gradients=False,
+            softmax_twice=(),
+            untrained_bytes={},
+            models=tuple(name for path, name in trace.module_classes if not path),
+            not_optimized={},
+            host_reads={},
+            cache_flushes={},
+            loader_workers=(),
+            flags=(),
+            input_shapes=0,
+            error="",
+            compiled="",
+            failed=None,
+            measured_peak_bytes=None,
+        )
+
     @property
     def repeated(self) -> dict[str, list[Backward]]:
         """Calls of backward of the last recorded step that accumulate gradients, by line.

@@ -18,6 +18,7 @@ from brimful.doctor.evidence import Evidence
 from brimful.doctor.names import Holding
 from brimful.memory import live_profile
 from brimful.memory.liveness import LiveProfile
+from brimful.prediction.growth import growth
 from brimful.results import WAITING_FRACTION
 from brimful.settings import op_kind
 from brimful.trace import Category, Op, Phase
@@ -122,6 +123,27 @@ def findings(evidence: Evidence) -> tuple[Finding, ...]:
         for each in function(seen)
     ]
     return tuple(sorted(found, key=lambda each: -(each.size_bytes or 0)))
+
+
+def captured_findings(evidence: Evidence) -> tuple[Finding, ...]:
+    """What is wrong with a job of which only a trace is known, of a mebibyte and more where it is memory.
+
+    Of a job without a loop of its own, plans choose the precision and how the optimizer is computed.
+    """
+    chosen = () if evidence.trace.is_own_loop else ("half-precision-missed", "optimizer-makes-the-peak")
+    found = [each for each in findings(evidence) if each.check not in chosen]
+    kept = [each for each in found if each.size_bytes is None or each.size_bytes >= LEAST_BYTES]
+    grown = growth(evidence.trace)
+    if grown is not None:
+        each = Finding(
+            what="each step keeps more memory than the one before",
+            change="keep .detach() or .item() of a loss, and bound what a forward adds to buffers and lists",
+            line=grown.line,
+            size_bytes=grown.size_bytes,
+            check="memory-grows",
+        )
+        kept.insert(0, each)
+    return tuple(kept)
 
 
 # What is kept
@@ -376,9 +398,14 @@ def softmax_twice(seen: Seen) -> Iterator[Finding]:
 @check
 def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
     """A peak in the optimizer's step, of temporaries."""
-    storages = seen.evidence.trace.storages
+    storages, ops = seen.evidence.trace.storages, seen.evidence.trace.ops
+    held = [(size, storages[index]) for index, size in seen.held_at_peak.items()]
     temporaries = sum(
-        size for index, size in seen.held_at_peak.items() if storages[index].category is Category.TEMPORARIES
+        size
+        for size, storage in held
+        if storage.category is Category.TEMPORARIES
+        and storage.op is not None
+        and ops[storage.op].phase is Phase.OPTIMIZER
     )
     if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries) and temporaries >= LEAST_BYTES:
         yield Finding(
@@ -391,12 +418,21 @@ def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
 @check
 def attention_not_fused(seen: Seen) -> Iterator[Finding]:
     """Attention that saves its weights of tokens × tokens."""
-    kinds: dict[str, set[str]] = defaultdict(set)
+    kinds: dict[str, list[str]] = defaultdict(list)
     for op in seen.last_step:
         if op.phase is Phase.FORWARD:
-            kinds[op.module].add(op_kind(op.name))
-    modules = {module for module, found in kinds.items() if "_softmax" in found and found & {"bmm", "baddbmm"}}
-    of_attention = seen.made_by(lambda op: op.module in modules and op_kind(op.name) in _OF_ATTENTION)
+            kinds[op.module].append(op_kind(op.name))
+    modules = {module for module, found in kinds.items() if _attends(found)}
+    made = [
+        (size, op)
+        for size, op in seen.made_by(lambda op: op.module in modules and op.phase is Phase.FORWARD)
+        if op_kind(op.name) in _OF_ATTENTION
+    ]
+    weights = {(op.module, size) for size, op in made if op_kind(op.name) == "_softmax"}
+    weights |= {(module, size // 2) for module, size in weights}  # in half types
+    of_attention = [
+        (size, op) for size, op in made if (op.module, size) in weights or op_kind(op.name) == "native_dropout"
+    ]
     softmax = [op for _, op in of_attention if op_kind(op.name) == "_softmax"]
     size_bytes = sum(size for size, _ in of_attention)
     if softmax and seen.is_large(size_bytes):
@@ -408,8 +444,18 @@ def attention_not_fused(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _attends(kinds: list[str]) -> bool:
+    """Whether ops of a module are products, a softmax of them and products with it."""
+    products = [place for place, kind in enumerate(kinds) if kind in ("bmm", "baddbmm")]
+    return any(
+        kind == "_softmax" and products[0] < place < products[-1]
+        for place, kind in enumerate(kinds)
+        if products
+    )
+
+
 _OF_ATTENTION = ("_softmax", "mul", "div", "native_dropout", "masked_fill", "add", "bmm")
-"""Kinds of ops that make tensors of tokens × tokens."""
+"""Kinds of ops that make tensors of tokens × tokens, among others."""
 
 
 @check

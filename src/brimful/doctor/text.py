@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from brimful.cost import step_seconds
+from brimful.devices import Device
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import Finding, findings
 from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, predict_memory
+from brimful.prediction.odd_sizes import odd_size_notes
+from brimful.prediction.uncast import uncast_notes
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
 from brimful.report.plans import time_shares_text
+from brimful.trace import Trace
 from brimful.utils.quantities import format_bytes, format_seconds
 
 
@@ -82,17 +87,56 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
         yield Row("time goes to", time_shares_text(shares))
     if evidence.watching_seconds is not None:
         yield Row("watching", f"added {format_seconds(evidence.watching_seconds)} to these steps")
+    yield from _held_parts(evidence, memory)
+    yield findings_part(findings(evidence))
+
+
+def captured_notes(trace: Trace, device: Device) -> tuple[str, ...]:
+    """What makes a job's captured step slower on a GPU: odd sizes of layers, arithmetic left in float32."""
+    return (*odd_size_notes(trace, device, step_seconds(trace, device)), *uncast_notes(trace))
+
+
+def captured_text(evidence: Evidence, *, device: str, found: tuple[Finding, ...], notes: Sequence[str]) -> str:
+    """The memory of a job's step that was captured, not run, and what is wrong with it."""
+    trace, memory = evidence.trace, predict_memory(evidence.trace)
+    parts = [
+        Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, predicted"),
+        *_held_parts(evidence, memory),
+        *(Remark("note", each) for each in notes),
+        findings_part(found),
+    ]
+    samples = trace.settings.micro_batch_size
+    heading = f"{trace.job} on {device}: a step of {samples} sample{'s' if samples != 1 else ''}, not run"
+    return as_text(Report(heading=heading, parts=tuple(parts)))
+
+
+def captured_document(
+    evidence: Evidence, *, device: str, found: tuple[Finding, ...], notes: Sequence[str]
+) -> dict[str, Any]:
+    """The memory of a job's step that was captured, not run, and what is wrong with it, as JSON."""
+    memory = predict_memory(evidence.trace)
+    return {
+        "job": evidence.trace.job,
+        "device": device,
+        "torch": evidence.trace.torch_version,
+        "micro_batch_size": evidence.trace.settings.micro_batch_size,
+        "predicted_peak_allocated_bytes": memory.peak_allocated_bytes,
+        "peak_phase": memory.peak_phase,
+        "categories": dict(memory.breakdown),
+        "modules": [asdict(each) for each in memory.modules],
+        "largest": [asdict(each) for each in memory.largest],
+        "savings": [asdict(each) for each in savings(memory, evidence)],
+        "notes": list(notes),
+        "findings": [asdict(each) for each in found],
+    }
+
+
+def _held_parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
+    """What holds the memory at the peak, and what would take less."""
     yield category_listing(memory, memory.peak_allocated_bytes)
     yield block_listing(memory)
     yield from module_listing(memory, memory.peak_allocated_bytes)
     yield from _savings_listing(memory, evidence)
-    found = findings(evidence)
-    if not found:
-        yield Remark("findings", "none")
-        return
-    yield Listing(
-        title="findings: at stake, what, and the change to make", line="    {:>9}  {}", rows=tuple(_rows(found))
-    )
 
 
 def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Listing]:
@@ -100,6 +144,14 @@ def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[L
     if rows:
         title = "would take less at the peak: about how much, and the change"
         yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows))
+
+
+def findings_part(found: tuple[Finding, ...]) -> Part:
+    """Findings for a reader."""
+    if not found:
+        return Remark("findings", "none")
+    title = "findings: at stake, what, and the change to make"
+    return Listing(title=title, line="    {:>9}  {}", rows=tuple(_rows(found)))
 
 
 def _rows(found: tuple[Finding, ...]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from brimful.trace import CUBLAS_WORKSPACE, Category, EventKind, Phase, Storage, Trace
 from brimful.utils.quantities import format_bytes
@@ -12,27 +13,43 @@ _LEAST_BYTES = 4096
 choice."""
 
 
-def growth_notes(trace: Trace) -> tuple[str, ...]:
-    """What is uncertain where each of the last two captured steps left more memory held than it found.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Memory that each step leaves held beyond what it found."""
+
+    size_bytes: int
+    line: str
+    """Where the largest tensor kept is made, as "train.py:12"; "" if that is not known."""
+
+
+def growth(trace: Trace) -> Growth | None:
+    """By how much memory grows, where each of the last two captured steps left more held than it found.
 
     Gradients are not counted. The first step may make the optimizer's state, so it leaves at least what each
     step adds. A trace of one step shows nothing.
     """
     held, kept = _held_between_steps(trace) if trace.captured_steps > 1 else ([], set())
     if len(held) < 3:
-        return ()
+        return None
     grown_bytes = min(held[-1] - held[-2], held[-2] - held[-3])
     if grown_bytes < _LEAST_BYTES:
-        return ()
+        return None
     if not trace.is_own_loop:  # micro-batches after the captured ones keep as much
         grown_bytes = grown_bytes * trace.settings.gradient_accumulation_steps // trace.captured_micro_batches
     largest = max((trace.storages[index] for index in kept), key=lambda storage: storage.size_bytes)
-    line = "" if largest.op is None else trace.ops[largest.op].line
-    made = f" (the largest tensor kept was made in {line})" if line else ""
+    return Growth(size_bytes=grown_bytes, line="" if largest.op is None else trace.ops[largest.op].line)
+
+
+def growth_notes(trace: Trace) -> tuple[str, ...]:
+    """What is uncertain where memory grows with every captured step."""
+    found = growth(trace)
+    if found is None:
+        return ()
+    made = f" (the largest tensor kept was made in {found.line})" if found.line else ""
     return (
-        f"memory that grew by {format_bytes(grown_bytes)} in the last of {trace.captured_steps} steps{made}: "
-        "if it grows in every step, training takes more than predicted. Bound what a forward keeps in buffers "
-        "and lists; of a loss keep loss.item() or loss.detach(), as else its graph is kept",
+        f"memory that grew by {format_bytes(found.size_bytes)} in the last of {trace.captured_steps} steps"
+        f"{made}: if it grows in every step, training takes more than predicted. Bound what a forward keeps in "
+        "buffers and lists; of a loss keep loss.item() or loss.detach(), as else its graph is kept",
     )
 
 

@@ -176,7 +176,7 @@ def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
         free_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).free)
     except nvml.NVMLError:
         return None
-    held = dict(_processes(gpu))
+    held = dict(processes_of(gpu))
     own_pids = _own_pids()
     own_bytes = sum(size or 0 for pid, size in held.items() if pid in own_pids)
     # Not `torch.cuda.is_initialized()`: reading the properties of a GPU sets it, and creates no context.
@@ -207,7 +207,7 @@ def _reserved_and_context_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) + local_gpu(device).context_bytes
 
 
-def _processes(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:
+def processes_of(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:
     """Processes that compute or draw on a GPU, with their bytes; None where the driver does not know."""
     nvml, handle = gpu
     found: dict[int, int | None] = {}

@@ -1,0 +1,753 @@
+"""What is wrong with a training script, as far as its source text shows it: one function for each check.
+
+Start reading at `check_sources`. A check finds nothing where the text leaves open whether there is a fault.
+Checks have the names of those of `brimful.doctor.findings` that find the same fault in a run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from brimful.codec import read_regular_file
+from brimful.doctor.findings import Finding
+from brimful.doctor.source import (
+    Loop,
+    Source,
+    Training,
+    called,
+    has_graph_of,
+    is_constant,
+    keyword,
+    last_name,
+    losses_of,
+    name_of,
+)
+from brimful.errors import FileFormatError, UsageError
+from brimful.utils.decode_errors import one_line
+from brimful.utils.files import is_directory
+from brimful.utils.quantities import MIB
+
+SourceCheck = Callable[[Source], Iterator[Finding]]
+SOURCE_CHECKS: list[SourceCheck] = []
+"""All checks."""
+
+NOTES = frozenset({"waits-for-values"})
+"""Checks whose findings are notes: they are true of most scripts, and seldom matter much."""
+
+_IGNORED = re.compile(r"#\s*brimful:\s*ignore\b(?:\[([\w\s,-]*)\])?")
+
+
+def source_check(function: SourceCheck) -> SourceCheck:
+    """Add a check to `SOURCE_CHECKS`; a decorator."""
+    SOURCE_CHECKS.append(function)
+    return function
+
+
+def check_name(function: SourceCheck) -> str:
+    """The name of a check, as findings have it."""
+    return function.__name__.replace("_", "-")
+
+
+_SCRIPT_BYTES = 16 * MIB
+"""Largest script that is read. A choice."""
+_OTHERS_FOLDERS = ("__pycache__", "dist-packages", "node_modules", "site-packages")
+
+
+def check_sources(paths: Iterable[str]) -> dict[str, tuple[Finding, ...]]:
+    """What is wrong with scripts, by path, and with all scripts in folders but hidden and installed ones.
+
+    FileFormatError for a file that cannot be read or is not Python, UsageError for a folder without scripts.
+    """
+    return {str(path): source_findings(_read(path)) for given in paths for path in _scripts(Path(given))}
+
+
+def _scripts(path: Path) -> list[Path]:
+    if not is_directory(path):
+        return [path]
+    found = [
+        each
+        for each in sorted(path.rglob("*.py"))
+        if not any(part.startswith(".") or part in _OTHERS_FOLDERS for part in each.relative_to(path).parts)
+    ]
+    if not found:
+        raise UsageError(f"the folder {path} has no Python files.")
+    return found
+
+
+def _read(path: Path) -> Source:
+    content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escape sequences in the script
+            source = Source(str(path), importlib.util.decode_source(content))
+            source.tree  # noqa: B018  # parsed here, where its errors have the file's name
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        raise FileFormatError(f"the script {path} is not Python: {one_line(place)}.") from error
+    return source
+
+
+def source_findings(source: Source) -> tuple[Finding, ...]:
+    """What is wrong with a script, by line; of a script without torch nothing.
+
+    A comment "# brimful: ignore" or "# brimful: ignore[CHECK]" in the line suppresses a finding.
+    """
+    if not source.imports_torch:
+        return ()
+    try:
+        found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
+    except RecursionError as error:
+        raise FileFormatError(f"the script {source.name} is nested too deeply to be checked.") from error
+    lines = source.text.split("\n")
+    kept = [each for each in found if not _is_ignored(each, lines[line_number(each) - 1])]
+    return tuple(sorted(kept, key=lambda each: (line_number(each), each.check)))
+
+
+def line_number(finding: Finding) -> int:
+    """The number of a finding's line."""
+    return int(finding.line.rpartition(":")[2])
+
+
+def _is_ignored(finding: Finding, line: str) -> bool:
+    found = _IGNORED.search(line)
+    return found is not None and (not found[1] or finding.check in re.split(r"[\s,]+", found[1]))
+
+
+# What is kept
+
+
+@source_check
+def history_kept(source: Source) -> Iterator[Finding]:
+    """A sum or a list of losses that have graphs, in a training loop."""
+    for training in source.trainings:
+        names = source.names_with_graphs(training)
+        for node in source.in_loop(training.loop):
+            added = _added(node)
+            if added is None or source.is_without_graph(node):
+                continue
+            name, value = added
+            if has_graph_of(value, names) and _outlives(source, name, training):
+                yield Finding(
+                    what=f"{name} keeps the graphs of earlier steps, with all that they hold",
+                    change=f"add to {name} what has no graph: .detach(), or the number alone, .item()",
+                    line=source.line(node),
+                )
+
+
+def _added(node: ast.AST) -> tuple[str, ast.expr] | None:
+    """The name that a statement adds to, and what it adds."""
+    match node:
+        case ast.AugAssign(op=ast.Add()):
+            return _base_name(node.target), node.value
+        case ast.Assign(targets=[target], value=ast.BinOp(op=ast.Add(), left=left, right=right)):
+            if _base_name(target) and ast.unparse(left) == ast.unparse(target):
+                return _base_name(target), right
+        case ast.Call(func=ast.Attribute(attr="append", value=held), args=[value]):
+            return _base_name(held), value
+    return None
+
+
+def _base_name(target: ast.expr) -> str:
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return name_of(target)
+
+
+def _outlives(source: Source, name: str, training: Training) -> bool:
+    """Whether a name is bound to a number or a container outside of a training loop, which only adds to it."""
+    ends = {name for each in source.calls_of("backward") for name in losses_of(each)}
+    bound = source.bindings(name, training.loop)
+    outside = [each.value for each in bound if not source.is_in(each.statement, training.loop)]
+    inside = [each for each in bound if source.is_in(each.statement, training.loop)]
+    if not name or name in ends or not outside or not all(map(_is_empty, outside)):
+        return False
+    if any(_added(each.statement) is None for each in inside):
+        return False
+    used = [node for node in ast.walk(training.loop) if name_of(node) == name]
+    return not any(_is_consumed(source, each, training.loop) for each in used)
+
+
+def _is_empty(value: ast.expr | None) -> bool:
+    """Whether a value is a number, or a new container or tensor."""
+    if isinstance(value, ast.Call):
+        return called(value) in ("list", "dict", "defaultdict", "zeros", "tensor", "zeros_like")
+    return isinstance(value, ast.Constant | ast.List | ast.Dict | ast.ListComp)
+
+
+def _is_consumed(source: Source, node: ast.AST, loop: Loop) -> bool:
+    """Whether a container is emptied, or what it holds is computed with."""
+    for each in source.ancestors(node):
+        if each is loop:
+            return False
+        if isinstance(each, ast.Delete):
+            return True
+        if isinstance(each, ast.Call) and called(each) in _CONSUMES:
+            return True
+    return False
+
+
+_CONSUMES = ("cat", "clear", "concat", "mean", "pop", "popleft", "stack", "sum")
+
+
+# Evaluation
+
+
+@source_check
+def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
+    """A loop that calls a model after its `eval()`, and builds graphs that no backward uses."""
+    if any(is_constant(each.args[0], False) for each in source.calls_of("set_grad_enabled") if each.args):
+        return
+    found: dict[Loop, ast.Call] = {}
+    for call in source.calls:
+        loop = source.loop_of(call)
+        name = name_of(call.func)
+        if loop is None or name not in source.models or source.is_without_graph(call):
+            continue
+        if _is_in_evaluation_mode(source, call, name) and not _has_backward(source, loop):
+            found.setdefault(loop, call)
+    for call in found.values():
+        yield Finding(
+            what="a forward in evaluation mode saves tensors for a backward that never runs",
+            change="run it under torch.no_grad() or torch.inference_mode()",
+            line=source.line(call),
+        )
+
+
+def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
+    """Whether the last change of a model's mode above a call in its function is `eval()`."""
+    function = source.function_of(call)
+    modes = [
+        each
+        for each in source.calls_of("eval", "train")
+        if source.function_of(each) is function
+        and each.lineno < call.lineno
+        and isinstance(each.func, ast.Attribute)
+        and name_of(each.func.value) == model
+    ]
+    last = max(modes, key=lambda each: each.lineno, default=None)
+    if last is None or called(last) != "eval" or last.args:
+        return False
+    decided = {each for each in source.conditions_of(last, function) if isinstance(each, ast.If)}
+    return decided <= {*source.ancestors(call)} and "requires_grad" not in ast.unparse(function)
+
+
+def _has_backward(source: Source, loop: Loop) -> bool:
+    """Whether a loop or its function asks for gradients where the loop's results may be used."""
+    around = {loop, None, *source.ancestors(loop)}
+    function = source.function_of(loop)
+    return any(
+        source.is_in(each, loop) or (source.is_in(each, function) and source.loop_of(each) in around)
+        for each in source.calls_of("backward", "grad", "jacobian", "manual_backward", "hessian", "vjp")
+    )
+
+
+@source_check
+def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
+    """A loop of epochs that calls `eval()`, and nothing that calls `train()`."""
+    if any(True for _ in source.calls_of("train")):
+        return
+    for training in source.trainings:
+        loops = [each for each in source.ancestors(training.loop) if isinstance(each, Loop)]
+        trained = {name_of(each.func) for each in source.calls if source.loop_of(each) is training.loop}
+        for call in source.calls_of("eval"):
+            model = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            if (
+                model in trained & source.models
+                and not call.args
+                and any(source.loop_of(call) is each for each in loops)
+            ):
+                yield Finding(
+                    what=f"{model} trains in evaluation mode from the second round on: nothing calls train()",
+                    change=f"call {model}.train() before each round of training",
+                    line=source.line(call),
+                )
+
+
+@source_check
+def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
+    """A script that evaluates a model without gradients, and never calls `eval()`."""
+    kinds = {last_name(node) for node in source.nodes if isinstance(node, ast.Name | ast.Attribute)}
+    if not any(each.startswith(("BatchNorm", "Dropout")) for each in kinds) or kinds & {"eval", "train"}:
+        return
+    trained = {
+        name_of(call.func)
+        for training in source.trainings
+        for call in source.calls
+        if source.loop_of(call) is training.loop
+    }
+    for call in source.calls:
+        loop, name = source.loop_of(call), name_of(call.func)
+        if loop is None or name not in source.models & trained or not source.is_without_graph(call):
+            continue
+        if not _has_backward(source, loop):
+            yield Finding(
+                what=f"{name} is evaluated in training mode: with dropout, and BatchNorm's statistics move",
+                change=f"call {name}.eval() before, and {name}.train() after it",
+                line=source.line(call),
+            )
+
+
+# Gradients
+
+
+def _optimizer_calls(source: Source, method: str, loop: Loop | None = None) -> Iterator[tuple[str, ast.Call]]:
+    """Calls of a method of optimizers, with the optimizer's name, which a gradient scaler's step is given."""
+    for call in source.calls_of(method):
+        if not isinstance(call.func, ast.Attribute) or (loop is not None and source.loop_of(call) is not loop):
+            continue
+        name = name_of(call.func.value)
+        if "scaler" in name.lower() and call.args:
+            name = name_of(call.args[0])
+        elif method == "step" and call.args:  # a closure, which clears gradients, or a distributed optimizer
+            continue
+        made = source.made_by(name, call)
+        last = name.rpartition(".")[2].lower()
+        if last.startswith("opt") or any(each.startswith("torch.optim.") for each in made):
+            is_scheduler = any("lr_scheduler" in each for each in made)
+            if not is_scheduler:
+                yield name, call
+
+
+@source_check
+def gradients_kept(source: Source) -> Iterator[Finding]:
+    """`zero_grad(set_to_none=False)`."""
+    names = {each.attr for each in source.nodes if isinstance(each, ast.Attribute)}
+    if names & {"CUDAGraph", "grad"}:
+        return  # a graph needs gradients at fixed addresses, and other code may need some that are not None
+    for call in source.calls_of("zero_grad"):
+        if is_constant(keyword(call, "set_to_none"), False):
+            yield Finding(
+                what="gradients of the step before take memory during the forward",
+                change="zero_grad(set_to_none=True), the default",
+                line=source.line(call),
+            )
+
+
+@source_check
+def gradients_added(source: Source) -> Iterator[Finding]:
+    """An optimizer that steps after each backward, in a script that clears no gradients."""
+    clears = ("zero_grad", "grad = None", "grad.zero_", "grad.data.zero_", "grad.fill_", "closure", ".grad(")
+    if any(each in source.text for each in clears):
+        return
+    for training in source.trainings:
+        for name, call in _optimizer_calls(source, "step", training.loop):
+            is_new = any(True for _ in source.bindings_in(name, training.loop))
+            if _is_unconditional(source, call, training.loop) and not is_new:
+                yield Finding(
+                    what="gradients are added to those that the step before has used",
+                    change=f"call {name}.zero_grad() once for each optimizer step",
+                    line=source.line(call),
+                )
+
+
+@source_check
+def gradients_lost(source: Source) -> Iterator[Finding]:
+    """Gradients that are cleared for each micro-batch, while the optimizer steps after several."""
+    for training, name, _ in _accumulations(source):
+        for cleared, call in _optimizer_calls(source, "zero_grad", training.loop):
+            if cleared == name and _is_unconditional(source, call, training.loop):
+                yield Finding(
+                    what="gradients of earlier micro-batches are cleared before the optimizer has used them",
+                    change="call zero_grad() once for each optimizer step, not for each micro-batch",
+                    line=source.line(call),
+                )
+
+
+@source_check
+def not_normalized(source: Source) -> Iterator[Finding]:
+    """Gradient accumulation of mean losses that nothing divides."""
+    for training, name, _ in _accumulations(source):
+        clears = list(_optimizer_calls(source, "zero_grad", training.loop))
+        if any(each == name and _is_unconditional(source, call, training.loop) for each, call in clears):
+            continue
+        for call in training.backwards:
+            if _is_unconditional(source, call, training.loop) and _is_plain_mean(source, call, training):
+                yield Finding(
+                    what="the gradients of several micro-batches are added, and nothing divides them",
+                    change="divide the loss by the number of micro-batches before backward, if it is a mean",
+                    line=source.line(call),
+                )
+
+
+@source_check
+def reduced_in_every_micro_batch(source: Source) -> Iterator[Finding]:
+    """DistributedDataParallel under accumulation, without `no_sync`."""
+    wraps = (
+        "torch.nn.parallel.DistributedDataParallel",
+        "torch.nn.parallel.distributed.DistributedDataParallel",
+    )
+    if "no_sync" in source.text or "require_backward_grad_sync" in source.text:
+        return
+    if not any(source.full_name(each.func) in wraps for each in source.calls):
+        return
+    for training, _, _ in _accumulations(source):
+        yield Finding(
+            what="ranks reduce gradients in each micro-batch",
+            change="run forward and backward of all but the last micro-batch under model.no_sync()",
+            line=source.line(training.backwards[0]),
+        )
+
+
+@source_check
+def graph_retained(source: Source) -> Iterator[Finding]:
+    """`retain_graph=True` in a loop whose function calls backward once."""
+    for training in source.trainings:
+        (call, *others) = training.backwards
+        function = source.function_of(call)
+        others += [each for each in source.calls_of("backward", "grad") if source.function_of(each) is function]
+        if set(others) <= {call} and is_constant(keyword(call, "retain_graph"), True):
+            yield Finding(
+                what="backward keeps the graph and all saved tensors",
+                change="omit retain_graph=True; .detach() what one step hands to the next",
+                line=source.line(call),
+            )
+
+
+@source_check
+def not_optimized(source: Source) -> Iterator[Finding]:
+    """The only optimizer has a part of a model, and the rest of it is not frozen."""
+    forwards = [each for each in source.nodes if isinstance(each, ast.FunctionDef) and each.name == "forward"]
+    is_cut = any(word in ast.unparse(each) for each in forwards for word in ("no_grad", "detach"))
+    if is_cut or "requires_grad" in source.text or "get_peft_model" in source.text:
+        return
+    made = [each for each in source.calls if source.full_name(each.func).startswith("torch.optim.")]
+    made = [each for each in made if "lr_scheduler" not in source.full_name(each.func)]
+    if len(made) != 1 or not made[0].args or not source.trainings:
+        return
+    parameters = made[0].args[0]
+    if not isinstance(parameters, ast.Call) or called(parameters) != "parameters":
+        return
+    part = name_of(parameters.func).rpartition(".")[0]
+    whole = part.partition(".")[0]
+    if part != whole and whole in source.models:
+        yield Finding(
+            what=f"parameters of {whole} beside {part} get gradients that no optimizer uses",
+            change=f"{whole}.requires_grad_(False) and {part}.requires_grad_(True)",
+            line=source.line(made[0]),
+        )
+
+
+def _accumulations(source: Source) -> Iterator[tuple[Training, str, ast.Call]]:
+    """Loops in which an optimizer steps after every few calls of backward, with its name and the call."""
+    for training in source.trainings:
+        if "accelerat" in source.text or "deepspeed" in source.text:  # they divide and reduce themselves
+            continue
+        for name, call in _optimizer_calls(source, "step", training.loop):
+            conditions = source.conditions_of(call, training.loop)
+            decides = next((each for each in conditions if isinstance(each, ast.If)), None)
+            if decides is None or not _is_every_few(source, decides, training.loop):
+                continue
+            if not any(source.is_in(each, decides) for each in training.backwards):
+                yield training, name, call
+                break
+
+
+def _is_every_few(source: Source, decides: ast.If, loop: Loop) -> bool:
+    """Whether a condition holds after every few rounds: it has a remainder."""
+    tested: list[ast.AST] = [decides.test]
+    for node in ast.walk(decides.test):
+        if isinstance(node, ast.Name):
+            tested += [each.value for each in source.bindings_in(node.id, loop) if each.value is not None]
+    return any(isinstance(each, ast.Mod) for test in tested for each in ast.walk(test))
+
+
+def _is_unconditional(source: Source, node: ast.AST, loop: Loop) -> bool:
+    return not source.conditions_of(node, loop)
+
+
+def _is_plain_mean(source: Source, backward: ast.Call, training: Training) -> bool:
+    """Whether backward is of a mean loss as it comes from a loss of torch or a model."""
+    divides = re.compile(r"\.grad\b|reduction\s*=|register_hook|accumulate_grad")
+    if divides.search(source.text) or any(isinstance(each, ast.BinOp) for each in ast.walk(backward)):
+        return False
+    (name, *more) = losses_of(backward) - {"scaler", "self.scaler"} or {""}
+    bound = source.bindings_in(name, training.loop)
+    changes = [
+        node
+        for node in ast.walk(training.loop)
+        if isinstance(node, ast.AugAssign) and name_of(node.target) == name
+    ]
+    return not more and not changes and len(bound) == 1 and _is_mean(source, bound[0].value)
+
+
+def _is_mean(source: Source, value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Attribute) and value.attr == "loss":
+        return True
+    if not isinstance(value, ast.Call):
+        return False
+    if source.full_name(value.func).startswith("torch.nn.functional."):
+        return True
+    makers = source.made_by(name_of(value.func), value)
+    return bool(makers) and all(re.fullmatch(r"torch\.nn\.(\w+\.)*\w+Loss", each) for each in makers)
+
+
+@source_check
+def softmax_twice(source: Source) -> Iterator[Finding]:
+    """A softmax before cross entropy, which has its own."""
+    for call in source.calls:
+        makers = source.made_by(name_of(call.func), call) or [source.full_name(call.func)]
+        if not call.args or not {*makers} <= {"torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"}:
+            continue
+        if isinstance(call.func, ast.Name | ast.Attribute) and _is_softmax(source, call.args[0]):
+            yield Finding(
+                what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
+                change="omit the softmax in training",
+                line=source.line(call),
+            )
+
+
+def _is_softmax(source: Source, value: ast.expr | None) -> bool:
+    """Whether all values that an expression can have come from a softmax."""
+    if isinstance(value, ast.Name):
+        bound = source.bindings(value.id, value)
+        return bool(bound) and all(
+            not isinstance(each.value, ast.Name) and _is_softmax(source, each.value) for each in bound
+        )
+    if not isinstance(value, ast.Call):
+        return False
+    if called(value) == "softmax":
+        return True
+    makers = [each.value for each in source.bindings(name_of(value.func), value)]
+    return bool(makers) and all(_ends_in_softmax(source, each) for each in makers)
+
+
+def _ends_in_softmax(source: Source, model: ast.expr | None) -> bool:
+    """Whether an expression makes a model whose last layer is a softmax."""
+    if not isinstance(model, ast.Call):
+        return False
+    if called(model) in ("to", "cuda") and isinstance(model.func, ast.Attribute):
+        return _ends_in_softmax(source, model.func.value)
+    if called(model) in ("DataParallel", "DistributedDataParallel") and model.args:
+        return _ends_in_softmax(source, model.args[0])
+    if source.full_name(model.func) == "torch.nn.Softmax":
+        return True
+    if source.full_name(model.func) == "torch.nn.Sequential" and model.args:
+        return _ends_in_softmax(source, model.args[-1])
+    classes = [
+        each for each in source.nodes if isinstance(each, ast.ClassDef) and each.name == name_of(model.func)
+    ]
+    forwards = [
+        each
+        for found in classes
+        for each in found.body
+        if isinstance(each, ast.FunctionDef) and each.name == "forward"
+    ]
+    returns = [node for each in forwards for node in ast.walk(each) if isinstance(node, ast.Return)]
+    return len(forwards) == 1 and bool(returns) and all(_is_softmax(source, each.value) for each in returns)
+
+
+# Time, and how models are wrapped
+
+
+@source_check
+def waits_for_values(source: Source) -> Iterator[Finding]:
+    """A loss that is read in each step of a script for CUDA."""
+    if not source.uses_cuda:
+        return
+    for training in source.trainings:
+        names = source.names_with_graphs(training)
+        reads = [
+            node
+            for node in source.in_loop(training.loop)
+            if isinstance(node, ast.Call)
+            and _reads_value(node, names)
+            and _is_unconditional(source, node, training.loop)
+        ]
+        if reads:
+            yield Finding(
+                what=f"the host waits for the GPU in each step to read a value ({ast.unparse(reads[0])})",
+                change="read it once in many steps, or accumulate it on the GPU with .detach()",
+                line=source.line(reads[0]),
+            )
+
+
+def _reads_value(call: ast.Call, names: frozenset[str]) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("item", "tolist", "numpy", "cpu"):
+        value = call.func.value
+        while isinstance(value, ast.Call) and called(value) in ("detach", "cpu", "float"):
+            value = value.func.value if isinstance(value.func, ast.Attribute) else value.func
+        if isinstance(value, ast.Attribute) and value.attr == "data":
+            value = value.value
+        return has_graph_of(value, names)
+    if name_of(call.func) == "float" and call.args:
+        return has_graph_of(call.args[0], names)
+    return name_of(call.func) == "print" and any(
+        has_graph_of(node, names)
+        for each in call.args
+        for node in ([each.value for each in ast.walk(each) if isinstance(each, ast.FormattedValue)] or [each])
+    )
+
+
+@source_check
+def waits_for_data(source: Source) -> Iterator[Finding]:
+    """A DataLoader without workers of a dataset that reads files, in a script for CUDA."""
+    if not source.uses_cuda:
+        return
+    for call in source.calls:
+        if source.full_name(call.func) != "torch.utils.data.DataLoader" or not call.args or len(call.args) > 5:
+            continue
+        given = {each.arg for each in call.keywords}
+        if not given & {"num_workers", None} and _reads_files(source, call.args[0]):
+            yield Finding(
+                what="the DataLoader has no workers, and its dataset reads files: the GPU waits for each batch",
+                change="num_workers=4, or as many as there are cores for a GPU, and pin_memory=True",
+                line=source.line(call),
+            )
+
+
+def _reads_files(source: Source, dataset: ast.expr) -> bool:
+    """Whether an expression is a dataset that reads a file for each sample."""
+    made = (
+        [dataset]
+        if isinstance(dataset, ast.Call)
+        else [each.value for each in source.bindings(name_of(dataset), dataset)]
+    )
+    for value in made:
+        if not isinstance(value, ast.Call):
+            return False
+        if source.full_name(value.func) in _FILE_DATASETS:
+            continue
+        reads = [
+            call
+            for node in source.nodes
+            if isinstance(node, ast.ClassDef) and node.name == name_of(value.func)
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name == "__getitem__"
+            for call in ast.walk(method)
+            if isinstance(call, ast.Call) and source.full_name(call.func) in _READS
+        ]
+        if not reads:
+            return False
+    return bool(made)
+
+
+_FILE_DATASETS = ("torchvision.datasets.ImageFolder", "torchvision.datasets.ImageNet")
+_READS = {
+    *("PIL.Image.open", "cv2.imread", "imageio.imread", "librosa.load", "numpy.load", "open", "torch.load"),
+    *("torchaudio.load", "torchvision.io.read_image"),
+}
+
+
+@source_check
+def cache_flushed(source: Source) -> Iterator[Finding]:
+    """`empty_cache` in each step."""
+    for training in source.trainings:
+        for node in source.in_loop(training.loop):
+            if not isinstance(node, ast.Call) or source.full_name(node.func) != "torch.cuda.empty_cache":
+                continue
+            if _is_unconditional(source, node, training.loop):
+                yield Finding(
+                    what="empty_cache in each step frees nothing that torch could not use again, and waits",
+                    change="omit it",
+                    line=source.line(node),
+                )
+
+
+@source_check
+def anomaly_detection(source: Source) -> Iterator[Finding]:
+    """Anomaly detection, where nothing decides about it."""
+    for call in source.calls_of("set_detect_anomaly", "detect_anomaly"):
+        asked = call.args[0] if call.args else keyword(call, "mode")
+        is_on = is_constant(asked, True) or (called(call) == "detect_anomaly" and not call.args + call.keywords)
+        decided = any(isinstance(each, ast.If | ast.IfExp) for each in source.ancestors(call))
+        if is_on and (not decided or _is_main(source, call)):
+            yield Finding(
+                what="anomaly detection checks every gradient and keeps stacks of the forward",
+                change="torch.autograd.set_detect_anomaly(False) once the fault is found",
+                line=source.line(call),
+            )
+
+
+def _is_main(source: Source, node: ast.AST) -> bool:
+    """Whether a node is under `if __name__ == "__main__"` alone."""
+    tests = [each for each in source.ancestors(node) if isinstance(each, ast.If | ast.IfExp)]
+    return all("__name__" in ast.unparse(each.test) for each in tests)
+
+
+@source_check
+def benchmark_with_changing_shapes(source: Source) -> Iterator[Finding]:
+    """`cudnn.benchmark` beside batches that are padded to their longest sample, and convolutions."""
+    convolves = any("Conv" in called(each) for each in source.calls)
+    if not convolves or not any(True for _ in source.calls_of("pad_sequence")):
+        return
+    for node in source.nodes:
+        if not isinstance(node, ast.Assign) or not is_constant(node.value, True):
+            continue
+        if source.full_name(node.targets[0]) == "torch.backends.cudnn.benchmark":
+            yield Finding(
+                what="cudnn.benchmark tries algorithms again for each length that pad_sequence makes",
+                change="pad to a few lengths, or torch.backends.cudnn.benchmark = False",
+                line=source.line(node),
+            )
+
+
+@source_check
+def attention_not_fused(source: Source) -> Iterator[Finding]:
+    """`attn_implementation="eager"` in a script that trains and does not look at attention weights."""
+    if "output_attentions" in source.text or not (source.trainings or "Trainer" in source.text):
+        return
+    for call in source.calls_of("from_pretrained", "from_config"):
+        asked = keyword(call, "attn_implementation")
+        if isinstance(asked, ast.Constant) and asked.value == "eager":
+            yield Finding(
+                what="attention saves its weights of all pairs of tokens",
+                change='attn_implementation="sdpa", the default where the model has it',
+                line=source.line(call),
+            )
+
+
+@source_check
+def data_parallel(source: Source) -> Iterator[Finding]:
+    """`nn.DataParallel` of a model that a training loop calls."""
+    loops = {training.loop for training in source.trainings}
+    trained = {name_of(call.func) for call in source.calls if source.loop_of(call) in loops}
+    for call in source.calls:
+        parent = source.parents[call]
+        while isinstance(parent, ast.Call | ast.Attribute):  # DataParallel(model).cuda()
+            parent = source.parents[parent]
+        bound = {name_of(each).partition(".")[0] for each in getattr(parent, "targets", ())}
+        is_wrapper = source.full_name(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
+        if is_wrapper and bound & {name.partition(".")[0] for name in trained}:
+            yield Finding(
+                what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
+                change="DistributedDataParallel, one process for each GPU",
+                line=source.line(call),
+            )
+
+
+@source_check
+def loaded_onto_the_device(source: Source) -> Iterator[Finding]:
+    """A checkpoint that `torch.load` puts onto the GPU of which it was saved, beside the model."""
+    if not source.uses_cuda or not source.trainings:
+        return
+    loads = [each for each in source.calls_of("load_state_dict") if isinstance(each.func, ast.Attribute)]
+    taken = {
+        _base_name(each.args[0])
+        for each in loads
+        if each.args and isinstance(each.func, ast.Attribute) and name_of(each.func.value) in source.models
+    }
+    deleted = {name_of(each) for node in source.nodes if isinstance(node, ast.Delete) for each in node.targets}
+    for call in source.calls:
+        if source.full_name(call.func) != "torch.load" or len(call.args) > 1:
+            continue
+        parent, given = source.parents[call], {each.arg for each in call.keywords}
+        names = {name_of(each) for each in parent.targets} if isinstance(parent, ast.Assign) else set()
+        if names & taken - deleted - {""} and not given & {"map_location", None} and _lasts(source, call):
+            yield Finding(
+                what="torch.load puts the saved tensors onto the GPU of which they are, beside the model's own",
+                change='torch.load(..., map_location="cpu"): load_state_dict copies from there',
+                line=source.line(call),
+            )
+
+
+def _lasts(source: Source, node: ast.AST) -> bool:
+    """Whether the variables of a node's function live while the script trains."""
+    function = source.function_of(node)
+    is_main = isinstance(function, ast.Module) or getattr(function, "name", "").startswith("main")
+    return is_main or any(source.is_in(each.loop, function) for each in source.trainings)

@@ -1,0 +1,228 @@
+"""Each check of source text finds the fault that is planted for it, with its line, and is silent without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from brimful.doctor.sarif import sarif_document
+from brimful.doctor.source import Source
+from brimful.doctor.source_checks import SOURCE_CHECKS, check_name, check_sources, source_findings
+from brimful.errors import FileFormatError, UsageError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+HEAD = """
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from PIL import Image
+"""
+CLEAN = """
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)).to("cuda")
+optimizer = optim.AdamW(model.parameters(), fused=True)
+criterion = nn.CrossEntropyLoss()
+total, losses = 0.0, []
+
+def evaluate():
+    model.eval()
+    with torch.no_grad():
+        for x, y in batches:
+            hits = (model(x).argmax(-1) == y).sum()
+    return hits
+
+for epoch in range(3):
+    model.train()
+    for i, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+        total += loss.detach()
+        if i % 100 == 0:
+            losses.append(loss.item())
+            print(loss.item())
+    evaluate()
+"""
+ACCUMULATED = """
+for i, (x, y) in enumerate(batches):
+    out = model(x)
+    loss = criterion(out, y) / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+MADE = CLEAN.partition("def evaluate")[0]
+FILES = """
+class Photos(Dataset):
+    def __getitem__(self, index):
+        return Image.open(self.paths[index])
+"""
+FAULTS: list[tuple[str, str, str, str]] = [
+    # check, script without the fault, what is replaced, by what
+    ("history-kept", CLEAN, "total += loss.detach()", "total += loss"),
+    ("history-kept", CLEAN, "total += loss.detach()", "total = total + loss * len(x)"),
+    ("history-kept", CLEAN, "total += loss.detach()", "losses.append(loss)"),
+    ("history-kept", CLEAN, "total += loss.detach()", "losses.append({'scores': out})"),
+    ("evaluation-with-gradients", CLEAN, "with torch.no_grad():", "if True:"),
+    ("trained-in-evaluation-mode", CLEAN, "    model.train()\n", "    model.eval()\n"),
+    ("evaluated-in-training-mode", CLEAN.replace("model.train()", ""), "model.eval()", "pass"),
+    ("gradients-kept", CLEAN, "zero_grad()", "zero_grad(set_to_none=False)"),
+    ("gradients-added", CLEAN, "optimizer.zero_grad()", "pass"),
+    (
+        "gradients-lost",
+        MADE + ACCUMULATED,
+        "    out = model(x)",
+        "    optimizer.zero_grad()\n    out = model(x)",
+    ),
+    ("not-normalized", MADE + ACCUMULATED, "(out, y) / 4", "(out, y)"),
+    (
+        "reduced-in-every-micro-batch",
+        MADE + "model = DDP(model)\ncontext = model.no_sync\n" + ACCUMULATED,
+        "context = model.no_sync",
+        "",
+    ),
+    ("graph-retained", CLEAN, "loss.backward()", "loss.backward(retain_graph=True)"),
+    (
+        "not-optimized",
+        CLEAN,
+        "model.parameters()",
+        "model.head.parameters()",
+    ),
+    ("softmax-twice", CLEAN, "criterion(out, y)", "criterion(out.softmax(-1), y)"),
+    ("softmax-twice", CLEAN, "out = model(x)", "out = torch.softmax(model(x), -1)"),
+    ("softmax-twice", CLEAN, "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.Softmax(-1)"),
+    ("waits-for-values", CLEAN, "total += loss.detach()", "total += loss.item()"),
+    ("waits-for-values", CLEAN, "total += loss.detach()", "print(f'loss {loss:.3f}')"),
+    (
+        "waits-for-data",
+        FILES + "loader = DataLoader(Photos(), 32, num_workers=4)" + CLEAN,
+        ", num_workers=4",
+        "",
+    ),
+    (
+        "cache-flushed",
+        CLEAN,
+        "total += loss.detach()",
+        "torch.cuda.empty_cache()",
+    ),
+    (
+        "anomaly-detection",
+        "torch.autograd.set_detect_anomaly(False)" + CLEAN,
+        "anomaly(False)",
+        "anomaly(True)",
+    ),
+    (
+        "benchmark-with-changing-shapes",
+        "torch.backends.cudnn.benchmark = False\nnn.utils.rnn.pad_sequence(nn.Conv1d(2, 2, 3)(x))" + CLEAN,
+        "benchmark = False",
+        "benchmark = True",
+    ),
+    (
+        "attention-not-fused",
+        "net = AutoModel.from_pretrained(name, attn_implementation='sdpa')" + CLEAN,
+        "'sdpa'",
+        "'eager'",
+    ),
+    ("data-parallel", CLEAN, "criterion =", "model = nn.DataParallel(model)\ncriterion ="),
+    (
+        "loaded-onto-the-device",
+        MADE + "saved = torch.load(path, map_location='cpu')\nmodel.load_state_dict(saved['model'])" + CLEAN,
+        ", map_location='cpu'",
+        "",
+    ),
+]
+HARMLESS = [
+    # (in the clean script, instead) where a rougher check would find something
+    ("total += loss.detach()", "total = loss + total\n        total.backward()\n        total = 0"),
+    ("total += loss.detach()", "with torch.no_grad():\n            total += loss"),
+    ("total += loss.detach()", "losses.append(out)\n        torch.stack(losses).sum()\n        losses.clear()"),
+    ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
+    ("with torch.no_grad():", "with torch.inference_mode():"),
+    ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
+    ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
+    ("zero_grad()", "zero_grad(set_to_none=True)"),
+    ("criterion(out, y)", "F.nll_loss(out.log_softmax(-1), y)"),
+]
+
+
+def found(text: str) -> dict[str, int]:
+    """The number of the first line of each check's findings."""
+    source = Source("train.py", HEAD + text)
+    return {each.check: int(each.line.removeprefix("train.py:")) for each in reversed(source_findings(source))}
+
+
+@pytest.mark.parametrize(("check", "clean", "old", "new"), FAULTS, ids=[f"{f[0]} {f[3]}" for f in FAULTS])
+def test_a_planted_fault_is_found_and_nothing_without_it(check: str, clean: str, old: str, new: str) -> None:
+    assert clean.count(old) >= 1
+    assert found(clean) == {}
+    faulty = clean.replace(old, new)
+    assert check in found(faulty)
+    assert set(found(faulty)) <= {check, "not-normalized", "trained-in-evaluation-mode"}
+
+
+def test_every_check_has_a_planted_fault() -> None:
+    assert {check_name(each) for each in SOURCE_CHECKS} == {fault[0] for fault in FAULTS}
+
+
+@pytest.mark.parametrize(("old", "new"), HARMLESS, ids=[new for _, new in HARMLESS])
+def test_what_only_looks_like_a_fault_is_no_finding(old: str, new: str) -> None:
+    assert old in CLEAN
+    assert found(CLEAN.replace(old, new)) == {}
+
+
+def test_a_finding_has_the_line_of_the_fault() -> None:
+    text = CLEAN.replace("total += loss.detach()", "total += loss")
+    line = (HEAD + text).splitlines().index("        total += loss") + 1
+    assert found(text) == {"history-kept": line}
+
+
+def test_a_comment_suppresses_a_finding() -> None:
+    for comment, kept in {
+        "# brimful: ignore": set(),
+        "# on purpose # brimful: ignore[history-kept, data-parallel]": set(),
+        "# brimful: ignore[cache-flushed]": {"history-kept"},
+    }.items():
+        assert {*found(CLEAN.replace("total += loss.detach()", f"total += loss  {comment}"))} == kept
+
+
+def test_the_examples_have_no_findings() -> None:
+    checked = check_sources([str(ROOT / "examples")])
+    assert len(checked) == len(list((ROOT / "examples").rglob("*.py")))
+    assert [each for findings in checked.values() for each in findings] == []
+
+
+def test_folders_are_searched_and_what_is_not_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no Python files"):
+        check_sources([str(tmp_path)])
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "hidden.py").write_text("(")
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert check_sources([str(tmp_path)]) == {str(tmp_path / "train.py"): ()}
+    (tmp_path / "broken.py").write_text("x = 1\ny = (\n")
+    with pytest.raises(FileFormatError, match=r"broken.py is not Python: line 2: '\(' was never closed"):
+        check_sources([str(tmp_path)])
+    (tmp_path / "broken.py").write_text("import torch\n" + "+".join(["1"] * 5000))
+    with pytest.raises(FileFormatError, match=r"broken\.py is nested too deeply|is not Python"):
+        check_sources([str(tmp_path)])
+
+
+def test_sarif_has_rules_results_and_relative_places() -> None:
+    text = CLEAN.replace("total += loss.detach()", "total += loss").replace("print(", "float(loss); print(")
+    source = Source("my folder/train.py", HEAD + text)
+    log = json.loads(json.dumps(sarif_document(source_findings(source))))
+    (run,) = log["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    (result,) = run["results"]
+    assert log["version"] == "2.1.0"
+    assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == "history-kept"
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == "my%20folder/train.py"
+    assert place["region"]["startLine"] == (HEAD + text).splitlines().index("        total += loss") + 1
+    assert {rule["id"] for rule in rules} == {check_name(each) for each in SOURCE_CHECKS}
