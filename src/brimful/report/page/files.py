@@ -137,7 +137,7 @@ def _findings(found: _WatchedFile) -> Iterator[Part]:
         yield Remark("findings", "none")
     rows = tuple((_stake(each), each.line, each.what, f"→ {each.change}") for each in found.findings)
     if rows:
-        yield Listing(line="{:>9} {} {} {}", heading=("at stake", "line", "finding", "change"), rows=rows)
+        yield Listing(title="at stake, line, what, and the change to make", line="{:>9} {} {} {}", rows=rows)
     less = tuple((format_bytes(each.size_bytes), each.change) for each in found.savings)
     if less:
         yield Listing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from brimful.cost import work_seconds_by_module
 from brimful.devices import Device
@@ -40,14 +41,16 @@ def trace_page(trace: Trace, estimate: Estimate | None = None, device: Device | 
     if estimate is not None:
         report = estimate_report(estimate)
         summary = Section(title="Estimate", content=report.parts)
-        return Page(title=report.heading, sections=(summary, *trace_sections(trace, device)))
+        context_bytes = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes
+        limit = _Limit(estimate.capacity_bytes - context_bytes, _of_device("capacity", context_bytes))
+        return Page(title=report.heading, sections=(summary, *_trace_sections(trace, device, limit)))
     memory = predict_memory(trace)
     peak_bytes = memory.peak_allocated_bytes
     held = (category_listing(memory, peak_bytes), block_listing(memory))
     note = Remark("note", "without a device there are no times: name it with --device")
     return Page(
         title=f"{trace.job}: {format_bytes(peak_bytes)} in tensors at the peak, {trace.settings.describe()}",
-        sections=(Section(title="Peak", content=(*held, note)), *trace_sections(trace)),
+        sections=(Section(title="Peak", content=(*held, note)), *_trace_sections(trace)),
     )
 
 
@@ -55,7 +58,9 @@ def plan_page(plan: Plan, trace: Trace | None = None, device: Device | None = No
     """A plan; with the trace of its step also its memory and time. `note` says why there is none."""
     report = plan_report(plan)
     summary = Section(title="Plan", content=report.parts)
-    sections = (summary, *_sections_of_plan(plan), *_sections_of_step(trace, device, note))
+    context_bytes = plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+    limit = _Limit(plan.budget_bytes - context_bytes, _of_device("budget", context_bytes))
+    sections = (summary, *_sections_of_plan(plan), *_sections_of_step(trace, device, limit, note))
     return Page(title=report.heading, sections=sections)
 
 
@@ -74,21 +79,36 @@ def run_page(
     ]
     if plan is not None:
         sections += [Section(title="Plan", content=plan_report(plan).parts), *_sections_of_plan(plan)]
-        sections += _sections_of_step(trace, device, note)
+        measured_bytes = result.measured_peak_allocated_bytes
+        limit = None if measured_bytes is None else _Limit(measured_bytes, "measured peak")
+        sections += _sections_of_step(trace, device, limit, note)
     return Page(title=report.heading, sections=tuple(sections))
 
 
-def trace_sections(trace: Trace, device: Device | None = None) -> Iterator[Section]:
+class _Limit(NamedTuple):
+    """A line in the chart of memory."""
+
+    size_bytes: int
+    label: str
+
+
+def _of_device(what: str, context_bytes: int) -> str:
+    return f"{what}, less the CUDA context" if context_bytes else what
+
+
+def _trace_sections(
+    trace: Trace, device: Device | None = None, limit: _Limit | None = None
+) -> Iterator[Section]:
     """Memory over a step and by module, and on a device the seconds of its work."""
-    yield from timeline_sections(memory_timeline(trace))
+    yield from timeline_sections(memory_timeline(trace), limit)
     seconds = {} if device is None else work_seconds_by_module(trace, device)
     yield from module_sections(predict_memory(trace).modules, seconds)
 
 
-def timeline_sections(timeline: Sequence[Moment]) -> Iterator[Section]:
+def timeline_sections(timeline: Sequence[Moment], limit: _Limit | None = None) -> Iterator[Section]:
     """Memory over a step, by category."""
     if timeline:
-        yield Section(title="Memory over the step", content=(_memory_chart(timeline),))
+        yield Section(title="Memory over the step", content=(_memory_chart(timeline, limit),))
 
 
 def module_sections(shares: Sequence[ModuleShare], seconds: Mapping[str, float]) -> Iterator[Section]:
@@ -100,9 +120,11 @@ def module_sections(shares: Sequence[ModuleShare], seconds: Mapping[str, float])
         yield Section(title="Modules", content=(Remark("", what), tree))
 
 
-def _sections_of_step(trace: Trace | None, device: Device | None, note: str) -> Iterator[Section]:
+def _sections_of_step(
+    trace: Trace | None, device: Device | None, limit: _Limit | None, note: str
+) -> Iterator[Section]:
     if trace is not None:
-        yield from trace_sections(trace, device)
+        yield from _trace_sections(trace, device, limit)
     elif note:
         yield Section(title="Memory over the step", content=(Remark("note", note),))
 
@@ -159,24 +181,24 @@ def _budget_chart(plan: Plan) -> Chart:
 
 def _curves(result: TrainingResult) -> Iterator[Chart]:
     steps, numbers = result.steps, [float(each.step) for each in result.steps]
-    if not steps:
+    if len(steps) < 2:
         return
     yield curve("Loss", "step", numbers, Unit.NUMBER, {"loss": [each.loss for each in steps]})
-    if result.validations:
+    if len(result.validations) > 1:
         at = [float(each.step) for each in result.validations]
         names = dict.fromkeys(name for each in result.validations for name in each.metrics)
-        metrics: dict[str, list[float | None]] = {
-            name: [each.metrics.get(name) for each in result.validations] for name in names
-        }
-        losses: dict[str, list[float | None]] = {"loss": [each.loss for each in result.validations]}
-        yield curve("Validation", "step", at, Unit.NUMBER, losses | metrics)
+        losses = [each.loss for each in result.validations]
+        yield curve("Validation loss", "step", at, Unit.NUMBER, {"loss": losses})
+        for name in names:
+            values = [each.metrics.get(name) for each in result.validations]
+            yield curve(f"Validation {name}", "step", at, Unit.NUMBER, {name: values})
     times = {
         "step": [each.seconds for each in steps],
         "waiting for data": [each.data_seconds for each in steps],
     }
     yield curve("Step time", "step", numbers, Unit.SECONDS, times)
     peaks = [each for each in result.epochs if each.measured_peak_allocated_bytes is not None]
-    if peaks:
+    if len(peaks) > 1:
         epochs = [float(each.epoch) for each in peaks]
         measured = {"allocated": [each.measured_peak_allocated_bytes for each in peaks]}
         if any(each.measured_peak_device_bytes for each in peaks):
@@ -187,7 +209,7 @@ def _curves(result: TrainingResult) -> Iterator[Chart]:
         yield curve("Measured peak by epoch", "epoch", epochs, Unit.BYTES, measured)
 
 
-def _memory_chart(timeline: Sequence[Moment]) -> Chart:
+def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
     peak = max(range(len(timeline)), key=lambda at: timeline[at].allocated_bytes)
     highest = timeline[peak]
     columns = zip(Category, zip(*(each.held_bytes for each in timeline), strict=True), strict=True)
@@ -198,22 +220,19 @@ def _memory_chart(timeline: Sequence[Moment]) -> Chart:
         summary=(
             f"Peak {format_bytes(highest.allocated_bytes)} in {highest.phase}, step {highest.step + 1}"
             f"{f' ({where})' if where else ''}, marked; each point is the highest of its part of "
-            f"{highest_position(timeline)} allocations and frees in their order"
+            f"{timeline[-1].position + 1} allocations and frees in their order"
         ),
-        x_label="event",
+        x_label="allocations and frees",
         x=tuple(float(each.position) for each in timeline),
         unit=Unit.BYTES,
         series=tuple(Series(label=category.replace("_", " "), values=column) for category, column in held),
         is_stacked=True,
         mark=peak,
+        limit=None if limit is None else float(limit.size_bytes),
+        limit_label="" if limit is None else f"{limit.label}: {format_bytes(limit.size_bytes)}",
         bands=tuple(_bands(timeline)),
         details=tuple(map(_details, timeline)),
     )
-
-
-def highest_position(timeline: Sequence[Moment]) -> int:
-    """Events of the trace, as far as its timeline shows them."""
-    return timeline[-1].position + 1
 
 
 def _bands(timeline: Sequence[Moment]) -> Iterator[tuple[int, str]]:
