@@ -623,6 +623,7 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
+    "report": ["--output", "--device", "--model", "--force"],
     "run": ["--module", "--steps", "--eager", "--output"],
     "train job": [
         *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",

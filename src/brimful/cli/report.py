@@ -58,11 +58,11 @@ def report_page(
 
         if output.exists() and not force:
             raise SaveError(f"{output} is there already. Name another --output, or replace it with --force.")
-        write_file(output, page_html(_page(source, device, model)))
+        write_file(output, page_html(page_of(source, device, model)))
         say(f"wrote {output}")
 
 
-def _page(source: Path, device: str | None, model: str | None) -> Page:
+def page_of(source: Path, device: str | None = None, model: str | None = None) -> Page:
     """The page of whatever a path names."""
     from brimful.planner import Plan
     from brimful.report import page

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from brimful.codec import NonNegativeInt, UnboundedFloat, decode_directly
+from brimful.errors import FileFormatError
 from brimful.memory import HeldStorage, ModuleShare, Moment
 from brimful.report.at_peak import PeakContents, block_listing, category_listing
 from brimful.report.layout import Listing, Part, Remark, Row
@@ -121,6 +122,8 @@ def watched_file_page(content: bytes, *, where: str) -> Page:
     Raises `FileFormatError`, in which `where` names the file.
     """
     found: _WatchedFile = decode_directly(content, _WatchedFile, where=where)
+    if any(len(each.held_bytes) != len(Category) for each in found.timeline):
+        raise FileFormatError(f"{where}: field `timeline`: a moment has not one size for each category.")
     sections = [
         Section(title="Findings", content=tuple(_findings(found))),
         Section(title="Peak", content=tuple(_peak(found))),

@@ -29,6 +29,12 @@ _LEAST_SHARE = 0.001
 _MOST_BRANCHES = 2000
 """Modules that are shown; those that hold less are left out first. A choice: 0.5 MB."""
 
+_DEEPEST = 40
+"""Depth in the module tree to which modules are shown. A choice."""
+
+_LONGEST_NAME = 120
+"""Characters of a name that is shown many times. A choice."""
+
 _MOST_UNITS = 500
 """Units that are shown. A choice."""
 
@@ -155,7 +161,11 @@ def _box(unit: UnitAction) -> UnitBox:
     if most is not None:
         what += f", {format_bytes(most)} at most"
     kind = _KINDS.get(unit.action, "recomputed")
-    return UnitBox(name=unit.fqn or "the model itself", action=what, kind=kind)
+    return UnitBox(name=_short(unit.fqn) or "the model itself", action=what, kind=kind)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
 
 
 def _budget_chart(plan: Plan) -> Chart:
@@ -243,10 +253,10 @@ def _bands(timeline: Sequence[Moment]) -> Iterator[tuple[int, str]]:
 
 
 def _details(moment: Moment) -> str:
-    where = ", ".join(filter(None, (str(moment.phase), moment.module, moment.op, moment.line)))
+    where = ", ".join(filter(None, (str(moment.phase), _short(moment.module or ""), moment.op, moment.line)))
     blocks = (
-        f"{format_bytes(each.held_bytes)} {each.category.replace('_', ' ')}: {each.label}"
-        f"{f' in {each.module}' if each.module else ''}{f' ({each.line})' if each.line else ''}"
+        f"{format_bytes(each.held_bytes)} {each.category.replace('_', ' ')}: {_short(each.label)}"
+        f"{f' in {_short(each.module)}' if each.module else ''}{f' ({each.line})' if each.line else ''}"
         for each in moment.largest
     )
     return "\n".join((f"step {moment.step + 1}, {where}", *blocks))
@@ -254,8 +264,9 @@ def _details(moment: Moment) -> str:
 
 def _tree(shares: Sequence[ModuleShare], seconds: Mapping[str, float]) -> Branch:
     whole = max((share.held_bytes for share in shares if not share.fqn), default=0) or 1
-    shown = [share for share in shares if share.held_bytes >= _LEAST_SHARE * whole or not share.fqn]
-    shown = sorted(shown, key=lambda share: -share.held_bytes)[:_MOST_BRANCHES]
+    large = (share for share in shares if share.held_bytes >= _LEAST_SHARE * whole)
+    near = [share for share in large if share.fqn.count(".") < _DEEPEST]
+    shown = sorted(near, key=lambda share: -share.held_bytes)[:_MOST_BRANCHES]
     names = {share.fqn for share in shown}
     inside: dict[str, list[ModuleShare]] = {}
     for share in shares:  # in the order of the module tree
@@ -264,8 +275,8 @@ def _tree(shares: Sequence[ModuleShare], seconds: Mapping[str, float]) -> Branch
 
     def branch(share: ModuleShare) -> Branch:
         return Branch(
-            name=share.fqn.rpartition(".")[2] or "the whole model",
-            class_name=share.class_name,
+            name=_short(share.fqn.rpartition(".")[2]) or "the whole model",
+            class_name=_short(share.class_name),
             held_bytes=share.held_bytes,
             seconds=seconds.get(share.fqn),
             share=min(share.held_bytes / whole, 1.0),
