@@ -1,4 +1,4 @@
-"""`brimful report`: each kind of source makes a page that a real browser draws; all else is refused in words."""
+"""`brimful report`: each kind of source makes a page that a browser draws; all else is refused in words."""
 
 from __future__ import annotations
 
