@@ -4,7 +4,7 @@
 
 A page each of ten models of `zoo`, one of every family in turn, and of three large ones, predicted for an RTX
 3090; of five runs of jobs of `job_zoo` on the CPU, each trained by its plan for eight steps. Each is opened as
-a file in a window of a desk, of a phone and in dark mode, and axe-core looks at it. In the window of a desk, and
+a file in a window of a desk, of a phone and in dark mode, and axe-core looks at it. In the first window, and
 everywhere for the first page, all that can be opened is open then: 20 seconds each. A quarter of an hour.
 Needs Chromium, playwright and axe-core-python, which brimful itself does not.
 """
@@ -33,7 +33,7 @@ from brimful.models import resolve_job
 from brimful.prediction import estimate_trace
 from brimful.report.page import Page, page_html, run_page, trace_page
 from job_zoo import JOBS
-from machine import keep
+from machine import Rows
 from zoo import ZOO, ZooModel, missing
 
 DEVICE = "RTX 3090"
@@ -161,25 +161,27 @@ def main() -> None:
     if screenshots is not None:
         screenshots.mkdir(exist_ok=True)
     warnings.simplefilter("ignore")
-    rows = []
+    rows = Rows("report_pages.json", "python benchmarks/report_pages.py", "playwright")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, kind, page in pages():
-            rows.append(row(name, kind, page, browser, Path(folder), screenshots, opens_all=not rows))
-            found = rows[-1]
+            if rows.has(name=name):
+                continue
+            rows.add(row(name, kind, page, browser, Path(folder), screenshots, opens_all=not rows.rows))
+            found = rows.rows[-1]
             slowest = max(each["seconds"] for each in found["windows"])
             bad = [each for each in found["windows"] if each["console"] or each["axe_violations"]]
             print(
                 f"{name:<32}{kind:<28}{found['bytes']:>9} bytes  opened in {slowest:.2f} s  {bad}", flush=True
             )
         version = browser.version
-    windows = [each for found in rows for each in found["windows"]]
+    windows = [each for found in rows.rows for each in found["windows"]]
     summary = {
         "chromium": version,
-        "pages": len(rows),
-        "most_bytes": max(found["bytes"] for found in rows),
-        "most_write_seconds": max(found["write_seconds"] for found in rows),
+        "pages": len(rows.rows),
+        "most_bytes": max(found["bytes"] for found in rows.rows),
+        "most_write_seconds": max(found["write_seconds"] for found in rows.rows),
         "most_open_seconds": max(each["seconds"] for each in windows),
         "console_messages": sum(len(each["console"]) for each in windows),
         "requests": sum(each["requests"] for each in windows),
@@ -187,7 +189,7 @@ def main() -> None:
         "most_overflow_pixels": max(each["overflow_pixels"] for each in windows),
     }
     print(summary)
-    keep("report_pages.json", "python benchmarks/report_pages.py", summary | {"rows": rows}, "playwright")
+    rows.keep(summary)
 
 
 if __name__ == "__main__":
