@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import pickle
 import re
 import shutil
 import subprocess
@@ -143,6 +144,27 @@ def test_what_cannot_be_reported_is_refused_in_words(
     assert "Traceback" not in made.stderr
     assert not (folder / "report.html").exists()
     assert (folder / "job.py").read_text() == JOB
+
+
+@pytest.mark.parametrize("source", [("trace.json.gz",), ("plan.json", "--model", "job.py:job")])
+def test_other_viewers_get_memory_over_the_step_by_the_end_of_the_name(
+    folder: Path, source: tuple[str, ...]
+) -> None:
+    done(brimful(folder, "report", *source, "--output", "step.json", "--force"))
+    done(brimful(folder, "report", *source, "--output", "step.pickle", "--force"))
+    assert json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert pickle.loads((folder / "step.pickle").read_bytes())["device_traces"][0]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [("estimate.json", "is not a brimful trace"), ("plan.json", "the plan's model is not built in")],
+)
+def test_without_a_trace_other_viewers_get_nothing(folder: Path, source: str, words: str) -> None:
+    made = brimful(folder, "report", source, "--output", "none.pickle")
+    assert made.returncode in (1, 2)
+    assert words in made.stderr
+    assert not (folder / "none.pickle").exists()
 
 
 def test_force_replaces_a_page(folder: Path) -> None:

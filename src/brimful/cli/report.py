@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,9 +36,14 @@ def report_page(
             show_default=False,
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", help="Write the page to this file.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            help="Write the page to this file. With .json it has memory over the step for Perfetto instead, "
+            "in .pickle for pytorch.org/memory_viz.",
+        ),
+    ] = Path("report.html"),
     device: Annotated[
         str | None,
         typer.Option("--device", help="Predict times for this device. Default: the plan's; for a trace none."),
@@ -58,8 +64,41 @@ def report_page(
 
         if output.exists() and not force:
             raise SaveError(f"{output} is there already. Name another --output, or replace it with --force.")
-        write_file(output, page_html(page_of(source, device, model)))
+        if output.suffix in (".json", ".pickle"):
+            write_file(output, _timeline(_trace_of(source, device, model), output.suffix))
+        else:
+            write_file(output, page_html(page_of(source, device, model)))
         say(f"wrote {output}")
+
+
+def _timeline(trace: Trace, suffix: str) -> str | bytes:
+    """Memory over the step of a trace for other viewers."""
+    from brimful.memory import memory_timeline
+    from brimful.report.timelines import memory_viz_snapshot, perfetto_document
+
+    if suffix == ".pickle":
+        return memory_viz_snapshot(trace)
+    return json.dumps(perfetto_document(memory_timeline(trace, moments=_EXPORTED_MOMENTS)))
+
+
+_EXPORTED_MOMENTS = 10_000
+"""Moments of a file for Perfetto. A choice: 2 MB."""
+
+
+def _trace_of(source: Path, device: str | None, model: str | None) -> Trace:
+    """The trace in a file, or that of the step of a plan or a run."""
+    from brimful.planner import Plan
+    from brimful.trace import Trace
+
+    plan_file = source / "plan.json" if is_directory(source) else source
+    if plan_file.suffix != ".gz":
+        content = parse_json(read_regular_file(plan_file, what="file"), where=f"the file {plan_file}")
+        if isinstance(content, dict) and "brimful_plan" in content:
+            trace, _, why_not = _step_of(Plan.load(plan_file), device, model)
+            if trace is None:
+                raise UsageError(f"{why_not}.")
+            return trace
+    return Trace.load(source)
 
 
 def page_of(source: Path, device: str | None = None, model: str | None = None) -> Page:
