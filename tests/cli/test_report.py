@@ -109,6 +109,16 @@ def test_a_plan_of_a_built_in_model_shows_its_memory_without_naming_it(folder: P
     assert MEMORY in charts(page(folder, "built_in.json"))
 
 
+def test_a_run_that_has_not_ended_shows_its_steps_so_far(folder: Path) -> None:
+    shutil.copytree(folder / "run", folder / "training", dirs_exist_ok=True)
+    (folder / "training" / "result.json").unlink()
+    lines = (folder / "training" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "training" / "metrics.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
+    text = page(folder, "training")
+    assert "<h1>training: 3 steps so far</h1>" in text
+    assert [each for each in charts(text) if each != "Predicted throughput by budget"] == ["Loss", "Step time"]
+
+
 def test_the_findings_of_a_watched_run_are_on_its_page(folder: Path) -> None:
     found = json.loads((folder / "watched.json").read_text())["findings"]
     text = html.unescape(page(folder, "watched.json"))
@@ -125,7 +135,7 @@ def test_the_findings_of_a_watched_run_are_on_its_page(folder: Path) -> None:
         (("none.json",), "the file none.json cannot be read: No such file or directory"),
         (("job.py",), "is not valid JSON: "),
         (("prices.json",), "is none of what a page is made of: a run directory (brimful train), a plan"),
-        ((".",), "has no result.json: it is no run directory, or its run has not ended"),
+        ((".",), "is not a run directory: it has neither result.json nor metrics.jsonl"),
         (("plan.json", "--output", "job.py"), "job.py is there already. Name another --output, or replace it"),
         (("plan.json", "--output", "no/report.html"), "no/report.html could not be written: No such file"),
         (("plan.json", "--model", "job.py:none"), "none"),

@@ -347,6 +347,8 @@ READERS = {
     "prices in JSON": Readable(name="prices.json", read=prices, is_sound=are_prices),
     "watched run": Readable(name="watched.json", read=page),
     "estimate": Readable(name="estimate.json", read=page),
+    "result of a run": Readable(name="run/result.json", read=lambda path: page(path.parent)),
+    "steps of a run": Readable(name="run/metrics.jsonl", read=lambda path: page(path.parent)),
     "recipe": Readable(
         name="job.json",
         read=lambda path: read_recipe_run(path.parent),
@@ -356,7 +358,8 @@ READERS = {
 TEXTS = ("table", "JSON lines", "book")
 JSON_DOCUMENTS = (
     *("plan", "trace", "index of tensors", "launch before", "calibration", "factors of a job"),
-    *("prices in JSON", "recipe", "configuration", "watched run", "estimate"),
+    *("prices in JSON", "recipe", "configuration"),
+    *("watched run", "estimate", "result of a run"),
 )
 
 

@@ -13,7 +13,7 @@ from brimful.cli.output import report_errors, say
 from brimful.cli.sources import find_source, job_of
 from brimful.codec import parse_json, read_regular_file
 from brimful.errors import BrimfulError, FileFormatError, SaveError, UsageError
-from brimful.utils.files import is_directory, write_file
+from brimful.utils.files import is_directory, is_file, write_file
 
 if TYPE_CHECKING:
     from brimful.devices import Device
@@ -144,22 +144,25 @@ def _trace_page(trace: Trace, device: str | None) -> Page:
 
 def _run_page(directory: Path, device: str | None, model: str | None) -> Page:
     from brimful.planner import Plan
-    from brimful.report.page import run_page
+    from brimful.report.page import run_page, unfinished_run_page
     from brimful.results import TrainingResult
 
-    file, plan_file = directory / "result.json", directory / "plan.json"
-    if not file.exists():
-        plan_of_it = f" A page of its plan: brimful report {plan_file}" if plan_file.exists() else ""
+    file, metrics, plan_file = (directory / name for name in ("result.json", "metrics.jsonl", "plan.json"))
+    if not (is_file(file) or is_file(metrics)):
         raise FileFormatError(
-            f"{directory} has no result.json: it is no run directory, or its run has not ended.{plan_of_it}"
+            f"{directory} is not a run directory: it has neither {file.name} nor {metrics.name}."
         )
-    where = f"the result {file}"
-    document: Any = parse_json(read_regular_file(file, what="result"), where=where)
-    result = TrainingResult.from_json(document, where=where)
-    if not plan_file.exists():
-        return run_page(result, None)
-    plan = Plan.load(plan_file)
-    return run_page(result, plan, *_step_of(plan, device, model))
+    plan = Plan.load(plan_file) if is_file(plan_file) else None
+    step = (None, None, "") if plan is None else _step_of(plan, device, model)
+    if is_file(file):
+        where = f"the result {file}"
+        document: Any = parse_json(read_regular_file(file, what="result"), where=where)
+        return run_page(TrainingResult.from_json(document, where=where), plan, *step)
+    from brimful.trainer.monitor.history import history_so_far
+
+    history = history_so_far(read_regular_file(metrics, what="record of steps"))
+    name = directory.resolve().name
+    return unfinished_run_page(name, history.steps, history.validations, history.epochs, plan, *step)
 
 
 def _step_of(plan: Plan, device: str | None, model: str | None) -> tuple[Trace | None, Device | None, str]:

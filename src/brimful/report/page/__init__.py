@@ -6,7 +6,7 @@
 
 from brimful.report.page.document import Page, page_html
 from brimful.report.page.files import estimate_file_page, watched_file_page
-from brimful.report.page.pages import plan_page, run_page, trace_page
+from brimful.report.page.pages import plan_page, run_page, trace_page, unfinished_run_page
 
 __all__ = [
     "Page",
@@ -15,5 +15,6 @@ __all__ = [
     "plan_page",
     "run_page",
     "trace_page",
+    "unfinished_run_page",
     "watched_file_page",
 ]

@@ -18,7 +18,7 @@ from brimful.report.page.charts import Chart, Series, Unit, curve
 from brimful.report.page.document import Branch, Model, Page, Section, Tree, UnitBox
 from brimful.report.plans import estimate_report, plan_report
 from brimful.report.training import training_report
-from brimful.results import TrainingResult
+from brimful.results import EpochRecord, StepRecord, TrainingResult, ValidationRecord
 from brimful.settings import Action, UnitAction
 from brimful.trace import Category, Trace
 from brimful.utils.quantities import format_bytes
@@ -27,7 +27,7 @@ _LEAST_SHARE = 0.001
 """Part of the peak below which a module is not shown. A choice."""
 
 _MOST_BRANCHES = 2000
-"""Modules that are shown; those that hold less are left out first. A choice: 0.5 MB."""
+"""Modules that are shown, those that hold most. A choice: 0.5 MB."""
 
 _DEEPEST = 40
 """Depth in the module tree to which modules are shown. A choice."""
@@ -81,7 +81,7 @@ def run_page(
     report = training_report(result)
     sections = [
         Section(title="Run", content=(*gauges(result, result.budget_bytes), *report.parts)),
-        Section(title="Curves", content=tuple(_curves(result))),
+        *_curves(result.steps, result.validations, result.epochs),
     ]
     if plan is not None:
         sections += [Section(title="Plan", content=plan_report(plan).parts), *_sections_of_plan(plan)]
@@ -109,6 +109,26 @@ def _trace_sections(
     yield from timeline_sections(memory_timeline(trace), limit)
     seconds = {} if device is None else work_seconds_by_module(trace, device)
     yield from module_sections(predict_memory(trace).modules, seconds)
+
+
+def unfinished_run_page(
+    name: str,
+    steps: Sequence[StepRecord],
+    validations: Sequence[ValidationRecord],
+    epochs: Sequence[EpochRecord],
+    plan: Plan | None,
+    trace: Trace | None = None,
+    device: Device | None = None,
+    note: str = "",
+) -> Page:
+    """A training run that has not ended, or was killed: its curves so far, and its plan if it has one."""
+    count = len(steps)
+    note_on_end = Remark("note", "the run has not ended: report it again to see more")
+    sections = [Section(title="Run", content=(note_on_end,)), *_curves(steps, validations, epochs)]
+    if plan is not None:
+        sections += plan_page(plan, trace, device, note).sections
+    title = f"{name}: {count} step{'s' if count != 1 else ''} so far"
+    return Page(title=title, sections=tuple(sections))
 
 
 def timeline_sections(timeline: Sequence[Moment], limit: _Limit | None = None) -> Iterator[Section]:
@@ -189,34 +209,42 @@ def _budget_chart(plan: Plan) -> Chart:
     )
 
 
-def _curves(result: TrainingResult) -> Iterator[Chart]:
-    steps, numbers = result.steps, [float(each.step) for each in result.steps]
-    if len(steps) < 2:
-        return
+def _curves(
+    steps: Sequence[StepRecord], validations: Sequence[ValidationRecord], epochs: Sequence[EpochRecord]
+) -> Iterator[Section]:
+    """The curves of a run, in a section of their own."""
+    if len(steps) > 1:
+        yield Section(title="Curves", content=tuple(_charts(steps, validations, epochs)))
+
+
+def _charts(
+    steps: Sequence[StepRecord], validations: Sequence[ValidationRecord], epochs: Sequence[EpochRecord]
+) -> Iterator[Chart]:
+    numbers = [float(each.step) for each in steps]
     yield curve("Loss", "step", numbers, Unit.NUMBER, {"loss": [each.loss for each in steps]})
-    if len(result.validations) > 1:
-        at = [float(each.step) for each in result.validations]
-        names = dict.fromkeys(name for each in result.validations for name in each.metrics)
-        losses = [each.loss for each in result.validations]
+    if len(validations) > 1:
+        at = [float(each.step) for each in validations]
+        names = dict.fromkeys(name for each in validations for name in each.metrics)
+        losses = [each.loss for each in validations]
         yield curve("Validation loss", "step", at, Unit.NUMBER, {"loss": losses})
         for name in names:
-            values = [each.metrics.get(name) for each in result.validations]
+            values = [each.metrics.get(name) for each in validations]
             yield curve(f"Validation {name}", "step", at, Unit.NUMBER, {name: values})
     times = {
         "step": [each.seconds for each in steps],
         "waiting for data": [each.data_seconds for each in steps],
     }
     yield curve("Step time", "step", numbers, Unit.SECONDS, times)
-    peaks = [each for each in result.epochs if each.measured_peak_allocated_bytes is not None]
+    peaks = [each for each in epochs if each.measured_peak_allocated_bytes is not None]
     if len(peaks) > 1:
-        epochs = [float(each.epoch) for each in peaks]
+        numbers = [float(each.epoch) for each in peaks]
         measured = {"allocated": [each.measured_peak_allocated_bytes for each in peaks]}
         if any(each.measured_peak_device_bytes for each in peaks):
             measured |= {
                 "reserved": [each.measured_peak_reserved_bytes for each in peaks],
                 "on the device": [each.measured_peak_device_bytes for each in peaks],
             }
-        yield curve("Measured peak by epoch", "epoch", epochs, Unit.BYTES, measured)
+        yield curve("Measured peak by epoch", "epoch", numbers, Unit.BYTES, measured)
 
 
 def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
