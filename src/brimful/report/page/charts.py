@@ -60,8 +60,7 @@ class Chart:
     mark: int | None = None
     """A point to mark."""
     limit: float | None = None
-    """A value to draw as a line, such as the budget."""
-    limit_label: str = ""
+    """A value to draw as a line, such as the budget, unless it is far above; `summary` says what it is."""
     bands: tuple[tuple[int, str], ...] = ()
     """Where along x a part begins, by its point, and the part's name."""
     details: tuple[str, ...] = ()
@@ -79,7 +78,6 @@ class Chart:
             "stacked": self.is_stacked,
             "mark": self.mark,
             "limit": self.limit,
-            "limitLabel": self.limit_label,
             "bands": [list(band) for band in self.bands],
             "details": list(self.details),
         }

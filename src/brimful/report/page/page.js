@@ -51,7 +51,6 @@
     };
     const paint = (u) => {
       const { ctx, bbox } = u, ratio = devicePixelRatio;
-      const text = (words, x, y) => { ctx.textAlign = x > bbox.left + bbox.width / 2 ? "right" : "left"; ctx.fillText(words, x, y); };
       ctx.save();
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
       ctx.fillStyle = ctx.strokeStyle = style("--text");
@@ -71,7 +70,6 @@
         if (y >= bbox.top) {
           ctx.fillStyle = ctx.strokeStyle = style("--over");
           stroke([bbox.left, y], [bbox.left + bbox.width, y]);
-          text(chart.limitLabel, bbox.left + 4 * ratio, y - 4 * ratio);
         }
       }
       if (chart.mark !== null) {

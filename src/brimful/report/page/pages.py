@@ -253,12 +253,13 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
     columns = zip(Category, zip(*(each.held_bytes for each in timeline), strict=True), strict=True)
     held = [(category, column) for category, column in columns if any(column)]
     where = ", ".join(filter(None, (highest.module, highest.op, highest.line)))
+    line = "" if limit is None else f"; {limit.label}: {format_bytes(limit.size_bytes)}"
     return Chart(
         title="Memory in tensors by category",
         summary=(
             f"Peak {format_bytes(highest.allocated_bytes)} in {highest.phase}, step {highest.step + 1}"
             f"{f' ({where})' if where else ''}, marked; each point is the highest of its part of "
-            f"{timeline[-1].position + 1} allocations and frees in their order"
+            f"{timeline[-1].position + 1} allocations and frees in their order{line}"
         ),
         x_label="allocations and frees",
         x=tuple(float(each.position) for each in timeline),
@@ -267,7 +268,6 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
         is_stacked=True,
         mark=peak,
         limit=None if limit is None else float(limit.size_bytes),
-        limit_label="" if limit is None else f"{limit.label}: {format_bytes(limit.size_bytes)}",
         bands=tuple(_bands(timeline)),
         details=tuple(map(_details, timeline)),
     )
