@@ -629,6 +629,7 @@ OPTIONS = {
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
     "run": ["--module", "--steps", "--eager", "--budget", "--device", "--output"],
+    "report": ["--output", "--device", "--model", "--force"],
     "train job": [
         *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",
         "--prefetch-factor", "--pin-memory",

@@ -36,7 +36,9 @@ import brimful as bf
 from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
+from brimful.cli.report import page_of
 from brimful.devices import find_device
+from brimful.doctor import Evidence, Watch, watched_document
 from brimful.doctor.allocations import device_uses
 from brimful.doctor.snapshot import read_snapshot
 from brimful.doctor.source_checks import check_sources
@@ -48,6 +50,8 @@ from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, ke
 from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.pretrained import RecipeRun, read_recipe_run
 from brimful.recipes.weights import load_matching, names_of_tensors
+from brimful.report import estimate_document
+from brimful.report.page import page_html
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Action, ChunkedLoss, Precision, UnitAction
@@ -238,6 +242,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         keep(calibrate.GPU_CACHE_FILE, "gpus", key, CALIBRATION, what="a test's calibration")
         keep_job_calibration(JOB, FACTORS)
     save_file({"a.pooler": torch.zeros(2)}, folder / TENSORS)
+    (folder / "watched.json").write_text(json.dumps(watched_document(watched())))
+    (folder / "estimate.json").write_text(json.dumps(estimate_document(bf.estimate(job(), "T4"))))
     for name, content in USERS.items():
         (folder / name).write_text(content)
     (folder / "memory.pickle").write_bytes(pickle.dumps(SNAPSHOT))
@@ -320,6 +326,22 @@ def are_prices(found: dict[str, float]) -> bool:
     return all(0 <= price <= 1e6 for price in found.values())
 
 
+def watched() -> Evidence:
+    """What watching a loop of three steps saw."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Watch() as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+    return watch.evidence()
+
+
+def page(path: Path) -> str:
+    return page_html(page_of(path))
+
+
 skipping = partial(text_job, bad_samples="skip")
 READERS = {
     "plan": Readable(name="plan.json", read=bf.Plan.load, is_document=True),
@@ -340,6 +362,10 @@ READERS = {
     "configuration": Readable(name="config.json", read=lambda path: bf.find_architecture(str(path))),
     "prices": Readable(name="prices.csv", read=prices, is_sound=are_prices),
     "prices in JSON": Readable(name="prices.json", read=prices, is_sound=are_prices),
+    "watched run": Readable(name="watched.json", read=page),
+    "estimate": Readable(name="estimate.json", read=page),
+    "result of a run": Readable(name="run/result.json", read=lambda path: page(path.parent)),
+    "steps of a run": Readable(name="run/metrics.jsonl", read=lambda path: page(path.parent)),
     "recipe": Readable(
         name="job.json",
         read=lambda path: read_recipe_run(path.parent),
@@ -352,6 +378,7 @@ TEXTS = ("table", "JSON lines", "book")
 JSON_DOCUMENTS = (
     *("plan", "trace", "index of tensors", "launch before", "calibration", "factors of a job"),
     *("prices in JSON", "recipe", "configuration"),
+    *("watched run", "estimate", "result of a run"),
 )
 
 

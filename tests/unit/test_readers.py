@@ -47,6 +47,7 @@ OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
 NAMES = "reader: names of tensors"
 CALIBRATION = "reader: calibration"
 TABLES = "reader: table"
+PAGE = "reader: watched run"
 PRICES = "reader: prices"
 CONFIGURATION = "reader: configuration"
 METADATA = "reader: recipe"
@@ -75,6 +76,9 @@ READERS = {
     "doctor/snapshot.py": {"read_regular_file": SNAPSHOT},
     "doctor/source_checks.py": {"read_regular_file": SCRIPT},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
+    "cli/report.py": {"read_regular_file": PAGE, "parse_json": PAGE},
+    "report/page/document.py": {"read_text": SYSTEM},
+    "report/page/files.py": {"decode_directly": PAGE},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},

@@ -258,6 +258,15 @@ def check_plan(
     job: Job, plan: Plan, device: DeviceLike | None = None, *, budget: str | float | None = None
 ) -> PlanCheck:
     """Predict the settings of a plan again; see `Plan.check`."""
+    trace, target = captured_plan(job, plan, device)
+    budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget, is_budget=False)
+    return check_trace(trace, plan, target, budget_bytes)
+
+
+@undisturbed()
+@busy("capturing the step of the plan")
+def captured_plan(job: Job, plan: Plan, device: DeviceLike | None = None) -> tuple[Trace, Device]:
+    """The step of a job under a plan's settings, and the device; by default the plan's."""
     planned_for = plan.device if plan.device_kind == "cuda" else "cpu"
     target = resolve_device(planned_for if device is None else device)
     if target.kind != plan.device_kind:
@@ -265,6 +274,4 @@ def check_plan(
             f"the plan is for {plan.device} ({plan.device_kind}), and {target.name} is a {target.kind} device."
         )
     longest = with_longest_batch(job, plan.settings.rank_batch_size).job
-    trace = CautiousCapture(replace(longest, loop=None), target)(plan.settings)
-    budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget, is_budget=False)
-    return check_trace(trace, plan, target, budget_bytes)
+    return CautiousCapture(replace(longest, loop=None), target)(plan.settings), target

@@ -44,6 +44,7 @@ from brimful.cli.output import (
     show,
     show_warning,
 )
+from brimful.cli.report import report_page
 from brimful.cli.run import run
 from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
 from brimful.cli.streams import replace_standard_streams
@@ -73,6 +74,7 @@ app.command(
     }
 )(run)
 app.command()(doctor)
+app.command("report")(report_page)
 
 
 _START = """\

@@ -5,6 +5,7 @@ CPU's follows measured curves, with the first touch of memory. `uncertainty` has
 `step.step_seconds`.
 """
 
+from brimful.cost.by_module import work_seconds_by_module
 from brimful.cost.model_flops import model_flops
 from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
@@ -32,4 +33,5 @@ __all__ = [
     "saving_seconds",
     "step_seconds",
     "time_interval",
+    "work_seconds_by_module",
 ]

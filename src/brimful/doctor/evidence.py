@@ -165,6 +165,8 @@ class Evidence:
             compiled="",
             failed=None,
             measured_peak_bytes=None,
+            time_shares=(),
+            profiled_seconds=None,
         )
 
     @property

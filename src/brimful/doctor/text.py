@@ -11,7 +11,7 @@ from brimful.devices import Device
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import Finding, findings
 from brimful.doctor.savings import savings
-from brimful.memory import MemoryPrediction, predict_memory
+from brimful.memory import MemoryPrediction, memory_timeline, predict_memory
 from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import uncast_notes
 from brimful.report.at_peak import block_listing, category_listing, module_listing
@@ -66,6 +66,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "failed": None if evidence.failed is None else asdict(evidence.failed),
         "savings": [] if memory is None else [asdict(each) for each in savings(memory, evidence)],
         "findings": [asdict(each) for each in findings(evidence)],
+        "timeline": [asdict(each) for each in memory_timeline(evidence.trace)],
     }
 
 

@@ -8,6 +8,7 @@ It does not import torch. Start reading at `attribution.predict_memory`.
 | `allocator`, `allocator_settings`, `pools` | allocations and frees → reserved bytes, as torch does |
 | `smallest_capacity` | a trace → the smallest device memory on which the step completes |
 | `attribution` | a trace → peaks, split by category and module |
+| `timeline` | a trace → what memory holds from moment to moment |
 | `pinned_host` | a trace → pinned host memory of offloaded tensors |
 """
 
@@ -39,6 +40,7 @@ from brimful.memory.smallest_capacity import (
     compare_allocators,
     smallest_surviving_capacity_bytes,
 )
+from brimful.memory.timeline import Moment, memory_timeline
 
 __all__ = [
     "CAPTURED_FORWARDS",
@@ -56,11 +58,13 @@ __all__ = [
     "HeldStorage",
     "MemoryPrediction",
     "ModuleShare",
+    "Moment",
     "OutOfMemory",
     "chosen_to_leave",
     "compare_allocators",
     "least_allocated_bytes",
     "live_profile",
+    "memory_timeline",
     "most_held_bytes",
     "most_reserved_bytes",
     "pinned_bytes",

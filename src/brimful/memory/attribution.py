@@ -307,10 +307,11 @@ def _failed_allocation(trace: Trace, position: int) -> FailedAllocation:
 def _largest_storages(profile: LiveProfile, position: int) -> tuple[HeldStorage, ...]:
     """The storages that hold most at a position, largest first, older first where equal."""
     held = sorted(profile.held_bytes_at(position).items(), key=lambda item: -item[1])
-    return tuple(_held_storage(profile.trace, *item) for item in held[:LARGEST_STORAGES])
+    return tuple(held_storage(profile.trace, *item) for item in held[:LARGEST_STORAGES])
 
 
-def _held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
+def held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
+    """A storage of a trace and the bytes that it holds."""
     storage = trace.storages[index]
     return HeldStorage(
         label=storage.label,

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from brimful.memory import MemoryPrediction, ModuleShare
+from brimful.memory import HeldStorage, MemoryPrediction, ModuleShare
 from brimful.prediction import Estimate
 from brimful.report.layout import Listing, Share
-from brimful.trace import Category
+from brimful.trace import Category, Phase
 from brimful.utils.quantities import format_bytes
 
-AtPeak = MemoryPrediction | Estimate
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakContents:
+    """What a file says of a peak."""
+
+    peak_phase: Phase
+    peak_module: str | None
+    peak_op: str | None
+    breakdown: tuple[tuple[Category, int], ...]
+    largest: tuple[HeldStorage, ...]
+    modules: tuple[ModuleShare, ...]
+
+
+AtPeak = MemoryPrediction | Estimate | PeakContents
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10

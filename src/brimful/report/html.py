@@ -34,21 +34,25 @@ _IGNORED_BY_MATHJAX = "tex2jax_ignore mathjax_ignore"
 
 def as_html(report: Report) -> str:
     """A report as an HTML `<div>` with the words and numbers of the report's text."""
-    groups = [tuple(group) for _, group in groupby(report.parts, type)]
-    parts = "".join(_parts(group) for group in groups)
     return (
         f'<div class="{_IGNORED_BY_MATHJAX}" style="max-width:64em;font-size:13px;line-height:1.5">'
-        f'<div style="font-weight:600;margin:2px 0 4px">{_escaped(report.heading)}</div>{parts}</div>'
+        f'<div style="font-weight:600;margin:2px 0 4px">{escaped(report.heading)}</div>'
+        f"{parts_html(report.parts)}</div>"
     )
+
+
+def parts_html(parts: tuple[Part, ...]) -> str:
+    """Parts of a report, in order."""
+    return "".join(_parts(tuple(group)) for _, group in groupby(parts, type))
 
 
 def preformatted(text: str) -> str:
     """Text as HTML in a font of fixed width, with lines that do not wrap."""
     style = "white-space:pre;overflow-x:auto;background:none;line-height:1.3"
-    return f'<pre class="{_IGNORED_BY_MATHJAX}" style="{style}">{_escaped(text)}</pre>'
+    return f'<pre class="{_IGNORED_BY_MATHJAX}" style="{style}">{escaped(text)}</pre>'
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text for elements and attributes; what UTF-8 has no bytes for is written as an escape."""
     return html.escape(text.encode("utf-8", "backslashreplace").decode())
 
@@ -68,12 +72,12 @@ def _part(part: Part) -> str:
         case Gauge():
             return _gauge(part)
         case Remark():
-            kind = f"{_escaped(part.kind)}: " if part.kind else ""
-            return f'<div style="margin:3px 0;opacity:0.8">{kind}{_escaped(part.text)}</div>'
+            kind = f"{escaped(part.kind)}: " if part.kind else ""
+            return f'<div style="margin:3px 0;opacity:0.8">{kind}{escaped(part.text)}</div>'
 
 
 def _fact(row: Row) -> str:
-    return _row((_cell(_escaped(row.label), _LABEL), _cell(_escaped(row.text))))
+    return _row((_cell(escaped(row.label), _LABEL), _cell(escaped(row.text))))
 
 
 _TABLE = '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:13px;text-align:left">'
@@ -97,7 +101,7 @@ def _listing(listing: Listing) -> str:
     lines = []
     if listing.heading:
         names = zip(listing.heading, aligned, strict=True)
-        lines.append(_row(tuple(_cell(_escaped(name), _FAINT, align=align) for name, align in names)))
+        lines.append(_row(tuple(_cell(escaped(name), _FAINT, align=align) for name, align in names)))
     for cells in listing.rows:
         colour = next(colours) if listing.is_whole else _COLOURS[0]
         shown = (
@@ -106,7 +110,7 @@ def _listing(listing: Listing) -> str:
         )
         lines.append(_row(tuple(shown)))
     table = f"{_TABLE}{''.join(lines)}</table>"
-    title = _escaped(listing.title)
+    title = escaped(listing.title)
     if listing.is_detail:
         summary = f'<summary style="cursor:pointer;opacity:0.8">{title}</summary>'
         return f'<details style="margin:3px 0">{summary}<div style="margin-left:14px">{table}</div></details>'
@@ -117,7 +121,7 @@ def _listing(listing: Listing) -> str:
 def _text(text: str, align: str) -> str:
     """A cell of a table; a size is not broken between its number and its unit."""
     unbroken = ("white-space:nowrap",) if len(text) <= _UNBROKEN else ()
-    return _cell(_escaped(text), _NUMBERS, *unbroken, align=align)
+    return _cell(escaped(text), _NUMBERS, *unbroken, align=align)
 
 
 def _whole(listing: Listing) -> str:
@@ -142,9 +146,9 @@ def _gauge(gauge: Gauge) -> str:
     rows = "".join(
         _row(
             (
-                _cell(_escaped(bar.label), _LABEL),
+                _cell(escaped(bar.label), _LABEL),
                 _cell(_bar(bar, gauge.limit, whole), "min-width:180px;width:36em;padding-top:5px"),
-                _cell(_escaped(bar.text), "white-space:nowrap", _NUMBERS),
+                _cell(escaped(bar.text), "white-space:nowrap", _NUMBERS),
             )
         )
         for bar in gauge.bars

@@ -29,9 +29,14 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
 
     `plain` is the same job trained without a plan from the same seed, if that was run.
     """
+    return as_text(training_report(result, plain))
+
+
+def training_report(result: TrainingResult, plain: TrainingResult | None = None) -> Report:
+    """A training run, and beside it the baseline, as in `training_text`."""
     steps = len(result.steps)
     heading = f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{_ended(result)}"
-    return as_text(Report(heading=heading, parts=tuple(_parts(result, plain)), label_cells=_LABEL_CELLS))
+    return Report(heading=heading, parts=tuple(_parts(result, plain)), label_cells=_LABEL_CELLS)
 
 
 def summary_report(result: TrainingResult) -> Report:

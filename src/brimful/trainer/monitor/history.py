@@ -9,6 +9,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -71,6 +72,20 @@ class RunHistory:
     recoveries: list[Recovery] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def add(self, record: Record) -> None:
+        """Append a record to those of its kind."""
+        match record:
+            case StepRecord():
+                self.steps.append(record)
+            case EpochRecord():
+                self.epochs.append(record)
+            case ValidationRecord():
+                self.validations.append(record)
+            case Recovery():
+                self.recoveries.append(record)
+            case str():
+                self.notes.append(record)
+
     def is_best(self, record: ValidationRecord) -> bool:
         """Whether a validation has a finite loss, lower than all before it."""
         return _ranked(record) < min(map(_ranked, self.validations), default=math.inf)
@@ -107,17 +122,11 @@ def restored_history(directory: RunDirectory, checkpoint: Checkpoint) -> RunHist
         except (FileFormatError, KeyError, TypeError, ValueError):
             is_damaged = True
             continue
-        if isinstance(record, StepRecord):
-            if record.step > checkpoint.step:
-                is_damaged = True
-                continue
-            history.steps.append(record)
-        elif isinstance(record, EpochRecord):
-            history.epochs.append(record)
-        elif isinstance(record, Recovery):
-            history.recoveries.append(record)
-        elif record is not None:
-            history.notes.append(record)
+        if isinstance(record, StepRecord) and record.step > checkpoint.step:
+            is_damaged = True
+            continue
+        if record is not None and not isinstance(record, ValidationRecord):
+            history.add(record)
         lines.append(line)
     aside = directory.cut_metrics(b"".join(lines), keeps_copy=is_damaged)
     if is_damaged or len(history.steps) < checkpoint.step:
@@ -130,13 +139,30 @@ def restored_history(directory: RunDirectory, checkpoint: Checkpoint) -> RunHist
     return history
 
 
+def history_so_far(lines: bytes) -> RunHistory:
+    """The records in `metrics.jsonl` of a run that may still be training.
+
+    Lines that are damaged or not yet whole are skipped.
+    """
+    history = RunHistory()
+    for line in lines.splitlines(keepends=True):
+        with suppress(FileFormatError, KeyError, TypeError, ValueError):
+            if (record := _record(line)) is not None:
+                history.add(record)
+    return history
+
+
 def _ranked(record: ValidationRecord) -> float:
     """The loss of a validation, to compare it with others; infinite if it is NaN or infinite."""
     return record.loss if math.isfinite(record.loss) else math.inf
 
 
-def _record(line: bytes) -> StepRecord | EpochRecord | Recovery | str | None:
-    """Decode a step, an epoch, a recovery or a note; None for other kinds: validations are in the save."""
+Record = StepRecord | EpochRecord | ValidationRecord | Recovery | str
+"""A line of `metrics.jsonl`; a note is a text."""
+
+
+def _record(line: bytes) -> Record | None:
+    """Decode a line; None for other kinds of lines."""
     if not line.endswith(b"\n"):
         raise FileFormatError("a line has no end.")
     document = parse_json(line, where="a line")
@@ -147,6 +173,8 @@ def _record(line: bytes) -> StepRecord | EpochRecord | Recovery | str | None:
         return from_json_document(document, StepRecord, where="a step")
     if kind == "epoch":
         return from_json_document(document, EpochRecord, where="an epoch")
+    if kind == "validation":
+        return from_json_document(document, ValidationRecord, where="a validation")
     if kind == "recovery":
         return from_json_document(document, Recovery, where="a recovery")
     if kind == "note":

@@ -1,0 +1,177 @@
+"""Pages of results that are only in a JSON file: an estimate, and a watched run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from brimful.codec import NonNegativeInt, UnboundedFloat, decode_directly
+from brimful.errors import FileFormatError
+from brimful.memory import HeldStorage, ModuleShare, Moment
+from brimful.report.at_peak import PeakContents, block_listing, category_listing
+from brimful.report.layout import Listing, Part, Remark, Row
+from brimful.report.page.document import Page, Section
+from brimful.report.page.pages import module_sections, timeline_sections
+from brimful.trace import Category, Phase
+from brimful.utils.quantities import format_bytes, format_interval, format_rate, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peak:
+    phase: Phase
+    module: str | None
+    op: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EstimateFile:
+    """What a page shows of the document of `brimful estimate --json`."""
+
+    job: str
+    device: str
+    verdict: str
+    capacity_bytes: NonNegativeInt
+    predicted_peak_allocated_bytes: NonNegativeInt
+    predicted_peak_device_bytes: NonNegativeInt
+    predicted_device_interval_bytes: tuple[NonNegativeInt, NonNegativeInt]
+    predicted_step_seconds: float
+    predicted_step_seconds_interval: tuple[float, float]
+    predicted_samples_per_second: float
+    predicted_time_shares: dict[str, float]
+    breakdown: dict[Category, NonNegativeInt]
+    peak: _Peak
+    largest: tuple[HeldStorage, ...]
+    modules: tuple[ModuleShare, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finding:
+    what: str
+    change: str
+    line: str = ""
+    size_bytes: int | None = None
+    seconds: UnboundedFloat | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Saving:
+    size_bytes: int
+    change: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WatchedFile:
+    """What a page shows of the document of `brimful run --output`."""
+
+    device: str
+    steps: int
+    peak_bytes: NonNegativeInt | None
+    measured_peak_bytes: NonNegativeInt | None
+    peak_phase: Phase | None
+    categories: dict[Category, NonNegativeInt]
+    modules: tuple[ModuleShare, ...]
+    largest: tuple[HeldStorage, ...]
+    growth_bytes_per_step: int | None
+    step_seconds: float | None
+    findings: tuple[_Finding, ...]
+    savings: tuple[_Saving, ...] = ()
+    timeline: tuple[Moment, ...] = ()
+
+
+def estimate_file_page(content: bytes, *, where: str) -> Page:
+    """The page of an estimate's JSON document.
+
+    Raises `FileFormatError`, in which `where` names the file.
+    """
+    found: _EstimateFile = decode_directly(content, _EstimateFile, where=where)
+    at_peak = PeakContents(
+        peak_phase=found.peak.phase,
+        peak_module=found.peak.module,
+        peak_op=found.peak.op,
+        breakdown=tuple(found.breakdown.items()),
+        largest=found.largest,
+        modules=found.modules,
+    )
+    low, high = map(format_bytes, found.predicted_device_interval_bytes)
+    seconds = format_interval(*map(format_seconds, found.predicted_step_seconds_interval))
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in found.predicted_time_shares.items())
+    peak_bytes, capacity = format_bytes(found.predicted_peak_device_bytes), format_bytes(found.capacity_bytes)
+    parts: tuple[Part, ...] = (
+        Row("predicted peak", f"{peak_bytes} of {capacity}, {low} to {high}"),
+        Row(
+            "predicted step",
+            f"{format_seconds(found.predicted_step_seconds)} ({seconds}), "
+            f"{format_rate(found.predicted_samples_per_second)}",
+        ),
+        Row("time goes to", shares),
+        category_listing(at_peak, found.predicted_peak_allocated_bytes),
+        block_listing(at_peak),
+        Remark(
+            "note", "memory over the step is in a trace: brimful estimate --save-trace, and report that file"
+        ),
+    )
+    return Page(
+        title=f"{found.job} on {found.device}: {found.verdict} ({peak_bytes} of {capacity})",
+        sections=(Section(title="Estimate", content=parts), *module_sections(found.modules, {})),
+    )
+
+
+def watched_file_page(content: bytes, *, where: str) -> Page:
+    """The page of what `brimful run --output` wrote.
+
+    Raises `FileFormatError`, in which `where` names the file.
+    """
+    found: _WatchedFile = decode_directly(content, _WatchedFile, where=where)
+    if any(len(each.held_bytes) != len(Category) for each in found.timeline):
+        raise FileFormatError(f"{where}: field `timeline`: a moment has not one size for each category.")
+    sections = [
+        Section(title="Findings", content=tuple(_findings(found))),
+        Section(title="Peak", content=tuple(_peak(found))),
+        *timeline_sections(found.timeline),
+        *module_sections(found.modules, {}),
+    ]
+    peak = "" if found.peak_bytes is None else f", {format_bytes(found.peak_bytes)} in tensors at the peak"
+    title = f"watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}{peak}"
+    return Page(title=title, sections=tuple(sections))
+
+
+def _findings(found: _WatchedFile) -> Iterator[Part]:
+    if not found.findings:
+        yield Remark("findings", "none")
+    rows = tuple((_stake(each), each.line, each.what, f"→ {each.change}") for each in found.findings)
+    if rows:
+        yield Listing(title="at stake, line, what, and the change to make", line="{:>9} {} {} {}", rows=rows)
+    less = tuple((format_bytes(each.size_bytes), each.change) for each in found.savings)
+    if less:
+        yield Listing(
+            title="would take less at the peak: about how much, and the change", line="{:>9} {}", rows=less
+        )
+
+
+def _stake(finding: _Finding) -> str:
+    if finding.size_bytes is not None:
+        return format_bytes(finding.size_bytes)
+    return "" if finding.seconds is None else format_seconds(finding.seconds)
+
+
+def _peak(found: _WatchedFile) -> Iterator[Part]:
+    if found.measured_peak_bytes is not None:
+        yield Row("measured peak", f"{format_bytes(found.measured_peak_bytes)}, as torch counts")
+    if found.growth_bytes_per_step is not None:
+        yield Row("growth", f"{format_bytes(found.growth_bytes_per_step)} a step")
+    if found.step_seconds is not None:
+        yield Row("step", f"{format_seconds(found.step_seconds)}, unwatched")
+    if found.peak_bytes is None or found.peak_phase is None:
+        yield Remark("note", "no tensor was made in the watched steps")
+        return
+    highest = max(found.timeline, key=lambda each: each.allocated_bytes, default=None)
+    at_peak = PeakContents(
+        peak_phase=found.peak_phase,
+        peak_module=None if highest is None else highest.module,
+        peak_op=None if highest is None else highest.op,
+        breakdown=tuple(found.categories.items()),
+        largest=found.largest,
+        modules=found.modules,
+    )
+    yield category_listing(at_peak, found.peak_bytes)
+    yield block_listing(at_peak)

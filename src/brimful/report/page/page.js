@@ -1,0 +1,108 @@
+"use strict";
+(() => {
+  const short = (value) => String(+value.toPrecision(3));
+  const scaled = (value, scales) => {
+    const [size, unit] = scales.find(([size]) => Math.abs(value) >= size) || scales[scales.length - 1];
+    return `${short(value / size)} ${unit}`;
+  };
+  const formats = {
+    bytes: (value) => scaled(value, [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]]),
+    seconds: (value) => scaled(value, [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]]),
+    rate: (value) => `${short(value)} samples/s`,
+    number: (value) => String(+value.toPrecision(4)),
+    count: (value) => String(Math.round(value)),
+  };
+  const ofAxis = { ...formats, rate: short };
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+  const powers = Array.from({ length: 60 }, (_, power) => 2 ** power);
+  const steps = { bytes: powers, count: [1, 2, 5].flatMap((n) => Array.from({ length: 12 }, (_, i) => n * 10 ** i)).sort((a, b) => a - b) };
+
+  // Sums from the bottom, the whole first: each lower part is then painted over those above it.
+  const stacked = (series) => {
+    const sums = [];
+    for (const { values } of series) {
+      const below = sums[0] || values.map(() => 0);
+      sums.unshift(values.map((value, point) => value + below[point]));
+    }
+    return sums;
+  };
+
+  function axis(unit, options) {
+    return {
+      stroke: () => style("--text"), grid: { stroke: () => style("--line") }, ticks: { stroke: () => style("--line") },
+      incrs: steps[unit] || undefined, values: (_, ticks) => ticks.map((tick) => ofAxis[unit](tick)), ...options,
+    };
+  }
+
+  function draw(figure, chart) {
+    const plot = figure.querySelector(".plot"), readout = figure.querySelector(".readout");
+    const count = chart.series.length, resting = chart.mark ?? chart.x.length - 1;
+    const lines = chart.series.map((_, number) => {
+      const place = chart.stacked ? count - 1 - number : number, colour = () => style(`--c${place % 7}`);
+      const line = { stroke: colour, width: chart.stacked ? 0.5 : 2, points: { show: chart.x.length < 30 && !chart.stacked } };
+      return chart.stacked ? { ...line, fill: colour, paths: uPlot.paths.stepped({ align: 1 }) } : line;
+    });
+    const read = (point) => {
+      const values = chart.series.map(({ label, values }) =>
+        `${label} ${values[point] === null ? "-" : formats[chart.unit](values[point])}`);
+      const whole = chart.stacked ? [`${formats[chart.unit](chart.series.reduce((sum, each) => sum + each.values[point], 0))} in all`] : [];
+      const first = `${chart.xLabel} ${formats[chart.xUnit](chart.x[point])}: ${[...whole, ...values].join(", ")}`;
+      readout.textContent = [first, chart.details[point]].filter(Boolean).join("\n");
+    };
+    const paint = (u) => {
+      const { ctx, bbox } = u, ratio = devicePixelRatio;
+      ctx.save();
+      ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+      ctx.fillStyle = ctx.strokeStyle = style("--text");
+      ctx.lineWidth = ratio;
+      const stroke = (...points) => { ctx.beginPath(); points.forEach(([x, y], at) => ctx[at ? "lineTo" : "moveTo"](x, y)); ctx.stroke(); };
+      chart.bands.forEach(([point, name], number) => {
+        const start = u.valToPos(chart.x[point], "x", true), after = chart.bands[number + 1];
+        const end = after ? u.valToPos(chart.x[after[0]], "x", true) : bbox.left + bbox.width;
+        ctx.textAlign = "left";
+        if (start >= bbox.left && end <= bbox.left + bbox.width + 1) {
+          if (ctx.measureText(name).width + 6 * ratio < end - start) ctx.fillText(name, start + 3 * ratio, bbox.top - 4 * ratio);
+          stroke([start, bbox.top - 4 * ratio], [start, bbox.top + bbox.height]);
+        }
+      });
+      if (chart.limit !== null) {
+        const y = u.valToPos(chart.limit, "y", true);
+        if (y >= bbox.top) {
+          ctx.fillStyle = ctx.strokeStyle = style("--over");
+          stroke([bbox.left, y], [bbox.left + bbox.width, y]);
+        }
+      }
+      if (chart.mark !== null) {
+        const x = u.valToPos(chart.x[chart.mark], "x", true), y = u.valToPos(u.data[1][chart.mark], "y", true);
+        if (x >= bbox.left && x <= bbox.left + bbox.width) {
+          ctx.fillStyle = ctx.strokeStyle = style("--over");
+          ctx.setLineDash([4 * ratio, 3 * ratio]);
+          stroke([x, bbox.top], [x, bbox.top + bbox.height]);
+          ctx.beginPath(); ctx.arc(x, y, 4 * ratio, 0, 7); ctx.fill();
+        }
+      }
+      ctx.restore();
+    };
+    const highest = (_, low, high) => [Math.min(low, 0), 1.05 * (chart.limit !== null && chart.limit < 2 * high ? Math.max(high, chart.limit) : high)];
+    const u = new uPlot({
+      width: plot.clientWidth, height: 260, series: [{}, ...lines],
+      scales: { x: { time: false }, y: chart.unit === "number" ? {} : { range: highest } },
+      axes: [axis(chart.xUnit, { label: chart.xLabel, labelSize: 20 }), axis(chart.unit, { size: 72, ...(chart.unit === "rate" ? { label: "samples/s", labelSize: 20, size: 50 } : {}) })],
+      legend: { show: false }, cursor: { y: false, drag: { x: true, y: false } }, padding: [18, 12, 0, 0],
+      hooks: { draw: [paint], setCursor: [(u) => read(u.cursor.idx ?? resting)] },
+    }, [chart.x, ...(chart.stacked ? stacked(chart.series) : chart.series.map((each) => each.values))], plot);
+    read(resting);
+    plot.addEventListener("keydown", (event) => {
+      const at = u.cursor.idx ?? resting, last = chart.x.length - 1;
+      const to = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - 10, PageDown: at + 10, Home: 0, End: last }[event.key];
+      if (to === undefined) return;
+      event.preventDefault();
+      u.setCursor({ left: u.valToPos(chart.x[Math.min(Math.max(to, 0), last)], "x"), top: 0 });
+    });
+    new ResizeObserver(() => { if (plot.clientWidth !== u.width) u.setSize({ width: plot.clientWidth, height: 260 }); }).observe(plot);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => u.redraw(false));
+  }
+
+  const charts = JSON.parse(document.getElementById("charts").textContent);
+  for (const figure of document.querySelectorAll("figure[data-chart]")) draw(figure, charts[figure.dataset.chart]);
+})();
