@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from brimful.doctor.allocations import device_uses
+from brimful.doctor.snapshot import read_snapshot
+from brimful.memory import predict_memory
+from brimful.trace import Trace
 from helpers.command_line import brimful
 
 JOB = """
@@ -164,6 +168,18 @@ def test_other_viewers_get_memory_over_the_step_by_the_end_of_the_name(
     done(brimful(folder, "report", *source, "--output", "step.pickle", "--force"))
     assert json.loads((folder / "step.json").read_text())["traceEvents"]
     assert pickle.loads((folder / "step.pickle").read_bytes())["device_traces"][0]
+
+
+def test_a_snapshot_of_a_trace_has_its_peak(folder: Path) -> None:
+    """`brimful doctor` reads what is written for memory_viz, and its page draws the history."""
+    done(brimful(folder, "report", "trace.json.gz", "--output", "predicted.pickle", "--force"))
+    (use,) = device_uses(read_snapshot(str(folder / "predicted.pickle")))
+    assert use.peak is not None
+    rounding = predict_memory(Trace.load(folder / "trace.json.gz")).peak_allocated_bytes - use.peak.size_bytes
+    assert 0 <= rounding < 512 * sum(line.blocks for line in use.peak.lines)
+    text = page(folder, "predicted.pickle")
+    assert charts(text) == ["Memory in tensors on GPU 0 over its history"]
+    assert "at the peak, by line of code" in text
 
 
 @pytest.mark.parametrize(

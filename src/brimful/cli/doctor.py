@@ -18,7 +18,7 @@ from brimful.errors import UsageError
 from brimful.utils.files import is_directory, write_file
 from brimful.utils.status import busy
 
-_SNAPSHOTS = (".pickle", ".pkl")
+SNAPSHOTS = (".pickle", ".pkl")
 
 
 @flattened
@@ -66,7 +66,7 @@ def doctor(
         elif what[0] == "machine":
             _check_options(context, "machine", {"kill"})
             is_well = _machine(kill, as_json)
-        elif what[0].endswith(_SNAPSHOTS):
+        elif what[0].endswith(SNAPSHOTS):
             _check_options(context, "a memory snapshot", set())
             is_well = _snapshot(what[0], as_json)
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from brimful.cli.doctor import SNAPSHOTS
 from brimful.cli.options import ModelOptions
 from brimful.cli.output import report_errors, say
 from brimful.cli.sources import find_source, job_of
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 _KINDS = (
     "a run directory (brimful train), a plan (brimful plan --output), a trace (brimful estimate --save-trace), "
-    "an estimate (brimful estimate --json) or a watched run (brimful run --output)"
+    "an estimate (brimful estimate --json), a watched run (brimful run --output) or a CUDA memory snapshot "
+    "(.pickle)"
 )
 
 
@@ -31,8 +33,9 @@ def report_page(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|PLAN|ESTIMATE",
-            help="A run directory, a plan, a saved trace, an estimate in JSON or what `run --output` wrote.",
+            metavar="RUN|PLAN|ESTIMATE|SNAPSHOT",
+            help="A run directory, a plan, a saved trace, an estimate in JSON, what `run --output` wrote, or a "
+            "CUDA memory snapshot (.pickle).",
             show_default=False,
         ),
     ],
@@ -111,6 +114,11 @@ def page_of(source: Path, device: str | None = None, model: str | None = None) -
         return _run_page(source, device, model)
     if source.suffix == ".gz":
         return _trace_page(Trace.load(source), device)
+    if source.suffix in SNAPSHOTS:
+        from brimful.doctor.snapshot import read_snapshot
+        from brimful.doctor.snapshot_text import snapshot_page
+
+        return snapshot_page(source.name, read_snapshot(str(source)))
     where = f"the file {source}"
     content = read_regular_file(source, what="file")
     try:

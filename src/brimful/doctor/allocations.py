@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 
 from brimful.doctor.findings import Finding
@@ -129,18 +130,28 @@ def _device_use(snapshot: Snapshot, device: int) -> DeviceUse:
     )
 
 
+def live_bytes(snapshot: Snapshot, device: int) -> list[int]:
+    """Bytes of tensors on a GPU before the first event of its history, and after each."""
+    blocks = (block for each in snapshot.segments if each.device == device for block in each.blocks)
+    traces = snapshot.device_traces
+    trace = traces[device] if device < len(traces) else ()
+    return _totals(trace, [block for block in blocks if block.state == "active_allocated"])
+
+
+def _totals(trace: Sequence[TraceEvent], live: Sequence[Block]) -> list[int]:
+    changes = [_change(event) for event in trace]
+    before_bytes = max(sum(block.used_bytes for block in live) - sum(changes), 0)
+    return [*accumulate(changes, initial=before_bytes)]
+
+
 class _History:
     """The allocations and frees of one GPU, replayed."""
 
     def __init__(self, trace: Sequence[TraceEvent], live: Sequence[Block], lines: Lines) -> None:
         self._trace, self._lines = trace, lines
         self._live = {block.address: block for block in live}
-        changes = [_change(event) for event in trace]
-        after_bytes = sum(block.used_bytes for block in live)
-        self.before_bytes = max(after_bytes - sum(changes), 0)
-        totals = [self.before_bytes]
-        for change in changes:
-            totals.append(totals[-1] + change)
+        totals = _totals(trace, live)
+        self.before_bytes = totals[0]
         self.peak: TracePeak | None = None
         if trace:
             place = max(range(len(trace)), key=lambda index: totals[index + 1])

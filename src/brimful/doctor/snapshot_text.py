@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from brimful.doctor.allocations import DeviceUse, LineUse
+from brimful.doctor.allocations import DeviceUse, LineUse, device_uses, live_bytes
+from brimful.doctor.snapshot import Snapshot
 from brimful.doctor.text import findings_part
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
+from brimful.report.page import Chart, Page, Section, Unit, curve
 from brimful.utils.quantities import format_bytes
 
 _LISTED_LINES = 10
@@ -20,6 +22,20 @@ def snapshot_text(name: str, uses: Sequence[DeviceUse]) -> str:
         return f"{name}: no memory of a GPU, and no history"
     reports = [Report(heading=f"{name}: GPU {each.device}", parts=tuple(_parts(each))) for each in uses]
     return "\n".join(map(as_text, reports))
+
+
+def snapshot_page(name: str, snapshot: Snapshot) -> Page:
+    """What a snapshot shows, GPU by GPU, with memory over its history."""
+    sections = []
+    for each in device_uses(snapshot):
+        content: list[Part | Chart] = list(_parts(each))
+        if each.events:
+            allocated = live_bytes(snapshot, each.device)
+            title = f"Memory in tensors on GPU {each.device} over its history"
+            events = [*range(len(allocated))]
+            content.append(curve(title, "event", events, Unit.BYTES, {"allocated": allocated}))
+        sections.append(Section(title=f"GPU {each.device}", content=tuple(content)))
+    return Page(title=name, sections=tuple(sections))
 
 
 def snapshot_document(uses: Sequence[DeviceUse]) -> dict[str, Any]:

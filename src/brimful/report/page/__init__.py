@@ -4,12 +4,17 @@
 (`uplot/`, version 1.6.32 as published on npm, MIT). Start reading at `document.page_html`.
 """
 
-from brimful.report.page.document import Page, page_html
+from brimful.report.page.charts import Chart, Unit, curve
+from brimful.report.page.document import Page, Section, page_html
 from brimful.report.page.files import estimate_file_page, watched_file_page
 from brimful.report.page.pages import plan_page, run_page, trace_page, unfinished_run_page
 
 __all__ = [
+    "Chart",
     "Page",
+    "Section",
+    "Unit",
+    "curve",
     "estimate_file_page",
     "page_html",
     "plan_page",
