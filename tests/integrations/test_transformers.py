@@ -52,7 +52,7 @@ def assert_same(first: Trainer, second: Trainer, *, exactly: bool) -> None:
         assert torch.equal(value, other) if exactly else torch.allclose(value, other, atol=2e-3), name
 
 
-def assert_predicted(plan: bf.Plan, measured: bf.Measurement) -> None:
+def assert_predicted(plan: bf.Plan, measured: bf.results.Measurement) -> None:
     peak = measured.measured_peak_allocated_bytes
     assert plan.predicted_peak_allocated_bytes == pytest.approx(peak, rel=0.01)
 

@@ -45,7 +45,12 @@ def test_what_is_not_a_public_name_is_found_in_its_package() -> None:
     assert bf.trainer.Callback is importlib.import_module("brimful.trainer").Callback
     with pytest.raises(AttributeError, match=r"no attribute 'Callback'; it is brimful\.trainer\.Callback"):
         getattr(bf, "Callback")  # noqa: B009  # mypy knows that it is not there
-    for name, place in {"check_plan": "api", "Samples": "job", "DEFAULT_OPTIMIZER": "job"}.items():
+    for name, place in {
+        "check_plan": "api",
+        "Measurement": "results",
+        "Samples": "job",
+        "DEFAULT_OPTIMIZER": "job",
+    }.items():
         with pytest.raises(AttributeError, match=rf"; it is brimful\.{place}\.{name}$"):
             getattr(bf, name)
     for name in ("nonesuch", "dataclass", "Callable"):
@@ -72,7 +77,7 @@ def test_a_saved_trace_and_plan_are_read_without_torch() -> None:
 
 def test_help_lists_every_documented_field_of_a_record_with_its_docstring() -> None:
     records = [value for name in bf.__all__ if is_dataclass(value := getattr(bf, name))]
-    assert {bf.Job, bf.Data, bf.Plan, bf.Settings, bf.Estimate, bf.Measurement} <= {*records}
+    assert {bf.Job, bf.Data, bf.Plan, bf.Settings, bf.Estimate, bf.results.Measurement} <= {*records}
     for record in records:
         text = words(pydoc.render_doc(record, renderer=pydoc.plaintext))
         for name, docstring in field_docstrings(record).items():

@@ -68,7 +68,7 @@ READERS = {
         "read_regular_file": CONFIGURATION,
         "parse_json": CONFIGURATION,
     },
-    "doctor/names.py": {"read_text": "source of code that runs, to name a line of it"},
+    "torch_utils/held_names.py": {"read_text": "source of code that runs, to name a line of it"},
     "doctor/script.py": {"read_bytes": "the script that the user names to `brimful run`"},
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},

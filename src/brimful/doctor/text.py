@@ -12,6 +12,7 @@ from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, predict_memory
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
+from brimful.report.out_of_memory import asked_row, savings_listing
 from brimful.utils.quantities import format_bytes, format_seconds
 
 
@@ -65,8 +66,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
     if (failed := evidence.failed) is not None:
-        asked = "memory" if failed.requested_bytes is None else f"{format_bytes(failed.requested_bytes)} more"
-        yield Row("out of memory", f"{failed.op} in {failed.line or 'the script'} asked for {asked}")
+        yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
     if evidence.measured_peak_bytes is not None:
         yield Row("allocated", f"{format_bytes(evidence.measured_peak_bytes)} at most, as torch measures it")
     growth_bytes = evidence.growth_bytes
@@ -81,7 +81,8 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield category_listing(memory, memory.peak_allocated_bytes)
     yield block_listing(memory)
     yield from module_listing(memory, memory.peak_allocated_bytes)
-    yield from _savings_listing(memory, evidence)
+    title = "would take less at the peak: about how much, and the change"
+    yield from savings_listing(savings(memory, evidence), title)
     found = findings(evidence)
     if not found:
         yield Remark("findings", "none")
@@ -89,13 +90,6 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Listing(
         title="findings: at stake, what, and the change to make", line="    {:>9}  {}", rows=tuple(_rows(found))
     )
-
-
-def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Listing]:
-    rows = [(format_bytes(each.size_bytes), each.change) for each in savings(memory, evidence)]
-    if rows:
-        title = "would take less at the peak: about how much, and the change"
-        yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows))
 
 
 def _rows(found: tuple[Finding, ...]) -> Iterator[tuple[str, str]]:

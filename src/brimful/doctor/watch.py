@@ -26,14 +26,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
-from brimful.capture.recording.lines import calling_line
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
-from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.settings import Settings
+from brimful.torch_utils.held_names import Holding, held_by_names
+from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
 

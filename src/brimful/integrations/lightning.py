@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from brimful.api.plans import plan_of_trainer
 from brimful.batches import BatchLayout, layout_of
 from brimful.errors import InfeasibleError, UsageError
+from brimful.execution.explained import Expected
 from brimful.execution.in_force import Prepared
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.longest_batch import read_notes
@@ -245,7 +246,13 @@ class PlanCallback(Callback):
         _check_samples(self.plan, trainer)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
         self._lengths = LengthWatch(self.plan.sample_sizes, BatchLayout(), advice=_LONGER)
-        self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
+        self._prepared = Prepared(
+            self.plan.settings,
+            pl_module,
+            optimizer,
+            watches=self._recovers,
+            expected=Expected.of(self.plan),
+        )
         self._changes.callback(self._prepared.remove)
         self._divide(trainer, pl_module, self._prepared)
 

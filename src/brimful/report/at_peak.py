@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from brimful.memory import MemoryPrediction, ModuleShare
+from brimful.memory.at_error import MemoryAtError
 from brimful.prediction import Estimate
 from brimful.report.layout import Listing, Share
 from brimful.trace import Category
 from brimful.utils.quantities import format_bytes
 
-AtPeak = MemoryPrediction | Estimate
+AtPeak = MemoryPrediction | Estimate | MemoryAtError
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.capture.recording.lines import is_users_own, shown_file
-from brimful.doctor.graphs import ages_of
+from brimful.torch_utils.graphs import ages_of
+from brimful.torch_utils.lines import is_users_own, shown_file
 
 _MOST_ENTRIES = 10_000
 """Entries of containers that are looked at for each name. A choice: more take longer than the step."""
@@ -48,19 +48,24 @@ def held_by_names(frame: FrameType | None, first_node: int) -> dict[str, Holding
     Parameters and gradients are not among it. `first_node` is the number of the first autograd node of the step
     before this one.
     """
-    found: dict[str, Holding] = {}
+    return {name: _holding(name, line, tensors, first_node) for name, line, tensors in tensors_of_names(frame)}
+
+
+def tensors_of_names(frame: FrameType | None) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """Names that `held_by_names` looks at, each once: the name, the line that adds to it, its tensors."""
+    found = set[str]()
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_own(file):
-            for name, value in (*_locals_of(frame).items(), *frame.f_globals.items()):
+            for name, value in (*locals_of(frame).items(), *frame.f_globals.items()):
                 for shown, held in _of_name(name, value):
                     if shown not in found and (tensors := list(_tensors(held))):
-                        found[shown] = _holding(shown, _line(file, shown), tensors, first_node)
+                        found.add(shown)
+                        yield shown, _line(file, shown), tensors
         frame = frame.f_back
-    return found
 
 
-def _locals_of(frame: FrameType) -> dict[str, Any]:
+def locals_of(frame: FrameType) -> dict[str, Any]:
     """The variables of a running function.
 
     Up to Python 3.12 a frame keeps the dict that it shows, and so all values in it: it is emptied, unless the

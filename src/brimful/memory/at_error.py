@@ -1,0 +1,239 @@
+"""What held the memory when it ran out, and what would take less: facts of an error, without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from brimful.memory.attribution import HeldStorage, ModuleShare, shares_of_modules
+from brimful.trace import Category, Phase
+
+EIGHT_BIT_FRACTION = 2.03 / 8
+"""State of AdamW in 8 bits beside float32's 8 bytes for each parameter: see `brimful.optimizers`."""
+FRAGMENTED_FRACTION = 0.05
+"""Fraction of the allocated memory from which on reserved but unused memory is worth a change. A choice."""
+_OF_MODEL = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+_MOST_PARTS = 64
+"""Micro-batches into which a suggestion divides a batch. A choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A change that takes less memory, whose amount follows from what the peak holds."""
+
+    change: str
+    size_bytes: int
+    """About how much less; with another peak elsewhere in the step it is less than that."""
+
+
+def smaller_micro_batches(of_batch_bytes: int, parts: int = 2) -> Saving:
+    """Micro-batches of a part of the samples; `of_batch_bytes` is what grows with them."""
+    size = "half" if parts == 2 else f"1/{parts}"
+    count = "two" if parts == 2 else parts
+    return Saving(
+        change=f"micro-batches {size} as large, {count} of them accumulated: the same gradients of a mean loss",
+        size_bytes=of_batch_bytes - of_batch_bytes // parts,
+    )
+
+
+def activation_checkpointing(freed_bytes: int) -> Saving:
+    """Recomputation of the repeated blocks."""
+    change = "activation checkpointing of the repeated blocks: the same results, a forward more"
+    return Saving(change=change, size_bytes=freed_bytes)
+
+
+def eight_bit_optimizer(state_bytes: int) -> Saving:
+    """Adam's state in 8 bits; `state_bytes` is what it takes now."""
+    change = "AdamW in 8 bits (bitsandbytes): state rounded by blocks"
+    return Saving(change=change, size_bytes=int(state_bytes * (1 - EIGHT_BIT_FRACTION)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptHistory:
+    """Graphs of earlier steps that a name of the user's code keeps alive."""
+
+    name: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAtError:
+    """What was asked for when memory ran out, and what held the rest.
+
+    The peak is that moment: it has the fields of a `MemoryPrediction` that say what a peak holds.
+    """
+
+    message: str
+    """First line of the error's message."""
+    requested_bytes: int | None
+    """What was asked for; None if the message does not say it."""
+    line: str
+    """Line of code that asked, as "file.py:12"; "" if not known."""
+    peak_op: str | None
+    """The call that asked; in backward the autograd node, as far as its graph shows it."""
+    peak_module: str | None
+    peak_phase: Phase
+    held: tuple[HeldStorage, ...]
+    """What is held, the largest first."""
+    module_classes: tuple[tuple[str, str], ...]
+    """(path, class name) of the modules."""
+    not_found_bytes: int = 0
+    """On CUDA, what the allocator has handed out beyond `held`: temporaries of kernels and of C++."""
+    unused_bytes: int | None = None
+    """On CUDA, what the allocator has reserved and not handed out."""
+    free_bytes: int | None = None
+    """On CUDA, what nobody holds on the card."""
+    others: tuple[tuple[int, int], ...] = ()
+    """Other processes on the card: number, bytes."""
+    reached_fraction: float = 1.0
+    """How much of the model's forward had run, by its modules with parameters."""
+    further_bytes: int = 0
+    """Gradients and optimizer state that the step has yet to make."""
+    recomputable_bytes: int = 0
+    """Saved tensors inside repeated blocks, but for the blocks' inputs."""
+    adam_bytes: int = 0
+    """Optimizer state of Adam or AdamW in 32 bits, made or yet to make."""
+    kept: tuple[KeptHistory, ...] = ()
+    kept_bytes: int = 0
+    """Saved tensors of earlier steps' graphs."""
+    evaluates_with_gradients: bool = False
+    """Whether a model in evaluation mode builds a graph."""
+    is_checkpointed: bool = False
+    """Whether activation checkpointing is in use already."""
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """Bytes of what is held."""
+        return sum(each.held_bytes for each in self.held) + self.not_found_bytes
+
+    @property
+    def breakdown(self) -> tuple[tuple[Category, int], ...]:
+        """Bytes by category."""
+        found = dict.fromkeys(Category, 0)
+        for each in self.held:
+            found[each.category] += each.held_bytes
+        found[Category.TEMPORARIES] += self.not_found_bytes
+        return tuple(found.items())
+
+    @property
+    def largest(self) -> tuple[HeldStorage, ...]:
+        """What is held, one entry for all that has category, line and op in common; the largest first."""
+        groups: dict[tuple[Category, str, str], list[HeldStorage]] = {}
+        for each in self.held:
+            of_model = each.category in _OF_MODEL
+            groups.setdefault((each.category, each.line, "" if of_model else each.label), []).append(each)
+        return tuple(sorted(map(_joined, groups.values()), key=lambda each: -each.held_bytes))
+
+    @property
+    def modules(self) -> tuple[ModuleShare, ...]:
+        """Bytes by module, submodules included."""
+        held = ((each.module, each.held_bytes) for each in self.held if each.module is not None)
+        return shares_of_modules(held, dict(self.module_classes))
+
+    @property
+    def limit_bytes(self) -> int:
+        """What there certainly is for tensors: what is held, and on CUDA what is unused or free."""
+        return self.peak_allocated_bytes + (self.unused_bytes or 0) + (self.free_bytes or 0)
+
+
+def _joined(group: list[HeldStorage]) -> HeldStorage:
+    """One entry for several, in the module around them; the largest gives its name."""
+    first, count = group[0], len(group)
+    modules = [each.module.split(".") for each in group if each.module is not None]
+    around = [names[0] for names in zip(*modules, strict=False) if len(set(names)) == 1]
+    return HeldStorage(
+        label=first.label if count == 1 else f"{first.label} and {count - 1} more",
+        category=first.category,
+        module=".".join(around) if modules and count > 1 else first.module,
+        held_bytes=sum(each.held_bytes for each in group),
+        line=first.line,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the step is expected to take at most."""
+
+    fixed_bytes: int
+    """What does not depend on the batch."""
+    of_batch_bytes: int
+    limit_bytes: int
+
+    @property
+    def lacking_bytes(self) -> int:
+        return self.fixed_bytes + self.of_batch_bytes - self.limit_bytes
+
+
+def changes(found: MemoryAtError) -> tuple[Saving, ...]:
+    """Changes that take less memory: those first that are expected to make the step fit, the cheapest first.
+
+    If none is alone, the first is several of them together, as far as they go.
+    """
+    step = _step(found)
+    listed = [each for each in _changes(found, step) if each.size_bytes > 0]
+    fitting = [each for each in listed if each.size_bytes >= step.lacking_bytes]
+    others = sorted((each for each in listed if each not in fitting), key=lambda each: -each.size_bytes)
+    if fitting or len(others) < 2:
+        return (*fitting, *others)
+    return (_together(listed, step.lacking_bytes), *others)
+
+
+def _together(listed: Iterable[Saving], lacking_bytes: int) -> Saving:
+    taken, freed = [], 0
+    for each in listed:
+        if freed >= lacking_bytes:
+            break
+        taken.append(each.change)
+        freed += each.size_bytes
+    return Saving(change="; and ".join(taken), size_bytes=freed)
+
+
+def _step(found: MemoryAtError) -> _Step:
+    held = dict(found.breakdown)
+    of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
+    fixed = found.peak_allocated_bytes - of_batch + found.further_bytes
+    if found.peak_phase in (Phase.FORWARD, Phase.BACKWARD):
+        of_batch += found.requested_bytes or 0
+    else:
+        fixed += found.requested_bytes or 0
+    return _Step(fixed, int(of_batch / found.reached_fraction), found.limit_bytes)
+
+
+def _changes(found: MemoryAtError, step: _Step) -> Iterator[Saving]:
+    """Changes, the cheapest first."""
+    held = dict(found.breakdown)
+    if found.kept_bytes:
+        names = " and ".join(f"{each.name} ({each.line})" for each in found.kept) or "a variable"
+        yield Saving(
+            change=f"keep no graphs of earlier steps: add to {names} what has none, .detach() or .item()",
+            size_bytes=found.kept_bytes,
+        )
+    if found.evaluates_with_gradients:
+        change = "run the evaluation under torch.no_grad() or torch.inference_mode()"
+        yield Saving(change=change, size_bytes=held[Category.SAVED_TENSORS])
+    unused = found.unused_bytes or 0
+    if unused >= FRAGMENTED_FRACTION * found.peak_allocated_bytes and unused >= (found.requested_bytes or 0):
+        change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
+        yield Saving(change=change, size_bytes=unused)
+    if found.others:
+        listed = ", ".join(str(number) for number, _ in found.others)
+        change = f"end what else is on the card (process {listed}), or use another one"
+        yield Saving(change=change, size_bytes=sum(size for _, size in found.others))
+    if found.peak_phase in (Phase.FORWARD, Phase.BACKWARD) and not found.evaluates_with_gradients:
+        yield smaller_micro_batches(step.of_batch_bytes, _parts(step))
+        if not found.is_checkpointed:
+            yield activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
+    elif found.peak_phase is Phase.OPTIMIZER:
+        change = "the optimizer with fused=True, or foreach=False: an update without temporaries of its state"
+        yield Saving(change=change, size_bytes=found.requested_bytes or 0)
+    yield eight_bit_optimizer(found.adam_bytes)
+
+
+def _parts(step: _Step) -> int:
+    """The least power of two into which micro-batches are divided to fit; 2 if none does."""
+    room = step.limit_bytes - step.fixed_bytes
+    if room <= 0:
+        return 2
+    parts = 2 ** max(math.ceil(math.log2(step.of_batch_bytes / room)), 1) if step.of_batch_bytes > room else 2
+    return parts if parts <= _MOST_PARTS else 2
