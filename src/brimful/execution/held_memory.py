@@ -14,6 +14,7 @@ import gc
 import linecache
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -92,6 +93,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         further_bytes=seen.further_bytes,
         recomputable_bytes=seen.recomputable_bytes,
         adam_bytes=seen.adam_bytes,
+        samples=seen.samples,
         kept=seen.kept,
         kept_bytes=seen.kept_bytes,
         evaluates_with_gradients=phase is Phase.EVALUATION and torch.is_grad_enabled() and bool(seen.nodes),
@@ -149,13 +151,35 @@ def _call_of(frames: _Frames) -> str | None:
     return shown if len(shown) <= _CALL_CELLS else f"{shown[: _CALL_CELLS - 1]}…"
 
 
+def _line_of_call(frames: _Frames, models: list[nn.Module]) -> str:
+    """The line that calls the model, or else one that passes it on; "" if neither is found."""
+    line = ""
+    for frame, traceback in frames:
+        if isinstance(locals_of(frame).get("self"), nn.Module):
+            return line
+        if name := shown_file(frame.f_code.co_filename):
+            line = f"{name}:{traceback.tb_lineno}"
+    known = {id(each) for each in models}
+    for frame, _ in reversed(frames):
+        file = frame.f_code.co_filename
+        names = [
+            name for name, each in (*locals_of(frame).items(), *frame.f_globals.items()) if id(each) in known
+        ]
+        for name in names if shown_file(file) else ():
+            for call in (rf"(?<![\w.]){name}\(", rf"\(.*(?<![\w.]){name}\b"):
+                for number, text in enumerate(linecache.getlines(file), start=1):
+                    if re.search(call, text) and not text.lstrip().startswith("def "):
+                        return f"{shown_file(file)}:{number}"
+    return ""
+
+
 def _phase(frames: _Frames) -> Phase:
     files = [(frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name) for frame, _ in frames]
     if any("/torch/autograd/" in file and name == _ENGINE for file, name in files):
         return Phase.BACKWARD
-    if any(isinstance(frame.f_locals.get("self"), Optimizer) for frame, _ in frames):
+    if any(isinstance(locals_of(frame).get("self"), Optimizer) for frame, _ in frames):
         return Phase.OPTIMIZER
-    called = [each for frame, _ in frames if isinstance(each := frame.f_locals.get("self"), nn.Module)]
+    called = [each for frame, _ in frames if isinstance(each := locals_of(frame).get("self"), nn.Module)]
     return Phase.EVALUATION if called and not called[0].training else Phase.FORWARD
 
 
@@ -263,21 +287,19 @@ class _Seen:
         self._held: dict[int, HeldStorage] = {}
         self.names = _Names(objects.models)
         self._take_residents()
-        self._lines = ForwardLines(self.names.modules)
+        self._lines = ForwardLines(self.names.modules, _line_of_call(frames, objects.models))
         self._owners = {
             key: name.rpartition(".")[0]
             for name, tensor in self.names.parameters.items()
             for key, _ in self._storages(tensor)
         }
         self.nodes = self._placed(nodes_of(objects.tensors))
+        self._by_node = {node.itself: node for node in self.nodes}
         named = [] if not frames else list(tensors_of_names(frames[-1][0]))
-        self._inputs = self._passed_to(frames) | {
-            key: name
-            for name, _, tensors in named
-            for tensor in tensors
-            if not tensor.requires_grad
-            for key, _ in self._storages(tensor)
-        }
+        self._rows: dict[int, int] = {}
+        """First dimensions of what may be inputs, by storage."""
+        self._inputs = self._storages_of((name, tensor) for name, _, each in named for tensor in each)
+        self._inputs |= self._storages_of(_passed(frames))
         self.kept_bytes = self._take_saved()
         self.kept = tuple(self._keeping(named)) if self.kept_bytes else ()
         self._take_named(named)
@@ -390,18 +412,21 @@ class _Seen:
 
     def _take_saved(self) -> int:
         """Note what graphs save; returns the bytes that those of earlier steps save."""
-        kept_bytes, by_node = 0, {node.itself: node for node in self.nodes}
+        kept_bytes = 0
         for node in self.nodes:
             for tensor in node.saved or ():
                 names = [self._inputs[key] for key, _ in self._storages(tensor) if key in self._inputs]
                 if names:
                     self._take(tensor, Category.INPUTS, names[0], None)
                     continue
-                maker = by_node.get(_maker(tensor), node)
-                line = self._lines.line(maker.kind, maker.place)
-                taken = self._take(tensor, Category.SAVED_TENSORS, maker.kind, maker.place.owner, line)
+                taken = self._take(tensor, Category.SAVED_TENSORS, *self._made(tensor, node))
                 kept_bytes += taken if node.number < self._first_node else 0
         return kept_bytes
+
+    def _made(self, tensor: Tensor, otherwise: _Node) -> tuple[str, str, str]:
+        """The kind, the module and the line of the op that made a tensor."""
+        maker = self._by_node.get(_maker(tensor), otherwise)
+        return maker.kind, maker.place.owner, self._lines.line(maker.kind, maker.place)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -432,24 +457,27 @@ class _Seen:
         frame = frames[-1][0]
         if frame.f_code.co_name != _ENGINE:
             return None  # its own code asked, which the frames show
-        started = {node._sequence_nr() for node in nodes_of(frame.f_locals.get("t_outputs", ()))}
+        started = {node._sequence_nr() for node in nodes_of(locals_of(frame).get("t_outputs", ()))}
         left = [node for node in self.nodes if node.number in started and (node.saved or node.is_packed)]
         return (left[-1], self._lines.line(left[-1].kind, left[-1].place)) if left else None
 
     # Variables
 
-    def _passed_to(self, frames: _Frames) -> dict[int, str]:
-        """Storages of what the outermost model was called with, with the names of its arguments."""
-        for frame, _ in frames:
-            if isinstance(frame.f_locals.get("self"), nn.Module) and frame.f_code.co_name == "forward":
-                return {
-                    key: f"{name} of {type(frame.f_locals['self']).__name__}"
-                    for name, value in locals_of(frame).items()
-                    for tensor in tensors_in(value)
-                    if not tensor.requires_grad
-                    for key, _ in self._storages(tensor)
-                }
-        return {}
+    def _storages_of(self, named: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+        """Names of tensors without gradient, which may be inputs, by storage."""
+        found = {}
+        for name, tensor in named:
+            if not tensor.requires_grad and tensor.dim():
+                for key, _ in self._storages(tensor):
+                    found[key] = name
+                    self._rows[key] = tensor.shape[0]
+        return found
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of the micro-batch: the first dimension that most inputs have."""
+        rows = [self._rows[key] for key, each in self._held.items() if each.category is Category.INPUTS]
+        return Counter(rows).most_common(1)[0][0] if rows else None
 
     def _keeping(self, named: _Named) -> Iterator[KeptHistory]:
         """The names whose graphs lead to nodes of earlier steps."""
@@ -469,16 +497,31 @@ class _Seen:
 
     def _take_rest(self) -> None:
         for tensor in self._objects.tensors:
-            is_result = tensor.grad_fn is not None
-            label = _kind(tensor.grad_fn) if is_result else "×".join(map(str, tensor.shape)) or "1"
-            self._take(tensor, Category.SAVED_TENSORS if is_result else Category.TEMPORARIES, label, None)
+            if (node := self._by_node.get(_maker(tensor))) is not None:
+                self._take(tensor, Category.SAVED_TENSORS, *self._made(tensor, node))
+            else:
+                label = "×".join(map(str, tensor.shape)) or "1"
+                self._take(tensor, Category.TEMPORARIES, label, None)
 
     def module_of(self, frames: _Frames, phase: Phase) -> str:
         """Path of the module whose forward was running, or what else was."""
         for frame, _ in reversed(frames):
-            if (path := self.names.paths.get(id(frame.f_locals.get("self")))) is not None:
+            if (path := self.names.paths.get(id(locals_of(frame).get("self")))) is not None:
                 return path
         return "<optimizer>" if phase is Phase.OPTIMIZER else "<loss>"
+
+
+def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
+    """What the outermost model was called with, with the names of its arguments."""
+    for frame, _ in frames:
+        values = locals_of(frame)
+        if isinstance(model := values.get("self"), nn.Module) and frame.f_code.co_name == "forward":
+            return [
+                (f"{name} of {type(model).__name__}", tensor)
+                for name, value in values.items()
+                for tensor in tensors_in(value)
+            ]
+    return []
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

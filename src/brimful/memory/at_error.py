@@ -27,12 +27,14 @@ class Saving:
     """About how much less; with another peak elsewhere in the step it is less than that."""
 
 
-def smaller_micro_batches(of_batch_bytes: int, parts: int = 2) -> Saving:
+def smaller_micro_batches(of_batch_bytes: int, parts: int = 2, samples: int | None = None) -> Saving:
     """Micro-batches of a part of the samples; `of_batch_bytes` is what grows with them."""
-    size = "half" if parts == 2 else f"1/{parts}"
+    size = "half as large" if parts == 2 else f"1/{parts} as large"
+    if samples is not None:
+        size = f"of {-(-samples // parts)} samples in place of {samples}"
     count = "two" if parts == 2 else parts
     return Saving(
-        change=f"micro-batches {size} as large, {count} of them accumulated: the same gradients of a mean loss",
+        change=f"micro-batches {size}, {count} of them accumulated: the same gradients of a mean loss",
         size_bytes=of_batch_bytes - of_batch_bytes // parts,
     )
 
@@ -94,6 +96,8 @@ class MemoryAtError:
     """Saved tensors inside repeated blocks, but for the blocks' inputs."""
     adam_bytes: int = 0
     """Optimizer state of Adam or AdamW in 32 bits, made or yet to make."""
+    samples: int | None = None
+    """Samples of the micro-batch; None if they are not known."""
     kept: tuple[KeptHistory, ...] = ()
     kept_bytes: int = 0
     """Saved tensors of earlier steps' graphs."""
@@ -221,7 +225,8 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[Saving]:
         change = f"end what else is on the card (process {listed}), or use another one"
         yield Saving(change=change, size_bytes=sum(size for _, size in found.others))
     if found.peak_phase in (Phase.FORWARD, Phase.BACKWARD) and not found.evaluates_with_gradients:
-        yield smaller_micro_batches(step.of_batch_bytes, _parts(step))
+        if found.samples != 1:
+            yield smaller_micro_batches(step.of_batch_bytes, _parts(step, found.samples), found.samples)
         if not found.is_checkpointed:
             yield activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
     elif found.peak_phase is Phase.OPTIMIZER:
@@ -230,10 +235,10 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[Saving]:
     yield eight_bit_optimizer(found.adam_bytes)
 
 
-def _parts(step: _Step) -> int:
-    """The least power of two into which micro-batches are divided to fit; 2 if none does."""
+def _parts(step: _Step, samples: int | None) -> int:
+    """The least power of two into which micro-batches are divided to fit; the most if none does."""
+    most = _MOST_PARTS if samples is None else 2 ** int(math.log2(samples))
     room = step.limit_bytes - step.fixed_bytes
     if room <= 0:
-        return 2
-    parts = 2 ** max(math.ceil(math.log2(step.of_batch_bytes / room)), 1) if step.of_batch_bytes > room else 2
-    return parts if parts <= _MOST_PARTS else 2
+        return most
+    return min(2 ** max(math.ceil(math.log2(max(step.of_batch_bytes, 1) / room)), 1), most)

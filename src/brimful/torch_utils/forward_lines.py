@@ -62,14 +62,17 @@ class _Source(NamedTuple):
 
 
 class ForwardLines:
-    """Finds lines in the source of the modules of some models, by path."""
+    """Finds lines in the source of the modules of some models, by path.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
+    `call` is the line that calls the model, for models that are made of torch's modules alone.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], call: str) -> None:
+        self._modules, self._call = modules, call
         self._found: dict[tuple[str, Place], str] = {}
 
     def line(self, kind: str, place: Place) -> str:
-        """The line that runs an op of a kind, such as "Gelu", as "file.py:12"; "" if none is found."""
+        """The line that runs an op of a kind, such as "Gelu", as "file.py:12"; else that of the model's call."""
         key = (kind, place)
         if key not in self._found:
             self._found[key] = self._searched(kind, place)
@@ -89,14 +92,14 @@ class ForwardLines:
                 else:
                     at = _op_in(source.lines, _pattern(kind, module), *self._bracket(source, place))
                 if at is not None:
-                    return source.at(at)
+                    return _inside(module, source, at, kind) if not child else source.at(at)
             if not path:
                 break
             path, _, child = path.rpartition(".")
-        return ""
+        return self._call
 
     def _beside(self, kind: str, place: Place, neighbour: str) -> str:
-        """The line of an op in the forward that calls a module beside it: at that call, or on the op's side of it."""
+        """The line of an op in the forward that calls a module beside it: at that call, or on its side."""
         path, _, child = neighbour.rpartition(".")
         while len(path) > len(place.owner) and path in self._modules:
             module = self._modules[path]
@@ -106,7 +109,8 @@ class ForwardLines:
                     lines = source.lines[call:] if neighbour == place.before else source.lines[: call + 1]
                     found = [i for i, text in enumerate(lines) if _pattern(kind, module).search(text)]
                     if found:
-                        return source.at(call + found[0] if neighbour == place.before else found[-1])
+                        at = call + found[0] if neighbour == place.before else found[-1]
+                        return _inside(module, source, at, kind)
             path, _, child = path.rpartition(".")
         return ""
 
@@ -121,6 +125,16 @@ class ForwardLines:
         ]
         before, after = (_call_of(source.lines, name) if name else None for name in names)
         return before, after
+
+
+def _inside(module: nn.Module, source: _Source, place: int, kind: str) -> str:
+    """The line of an op in a module without parameters that a line calls; the line itself if it calls none."""
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None and re.search(rf"\.{name}\(", source.lines[place]):
+            for inner in _sources(child)[:1]:
+                at = _op_in(inner.lines, _pattern(kind, child), None, None)
+                return inner.at(at if at is not None else len(inner.lines) - 1)
+    return source.at(place)
 
 
 def _pattern(kind: str, module: nn.Module) -> re.Pattern[str]:
@@ -144,6 +158,8 @@ def _op_in(
     matching = [place for place, text in enumerate(lines) if place and pattern.search(text)]
     low, high = before or 0, len(lines) if after is None else after
     between = [place for place in matching if low <= place <= high]
+    if before is not None and after is not None and after - before == 2 and not between:
+        return before + 1
     if between or matching:
         return (between or matching)[0]
     return before if before is not None else after
