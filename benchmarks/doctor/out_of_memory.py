@@ -15,6 +15,7 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Limit(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._lines: dict[int, str] = {}
         """Lines of forward ops by the numbers of their autograd nodes."""
+        self.callers: dict[str, set[str]] = defaultdict(set)
+        """By a line that runs an op: the lines of the model's forward that call it, and itself."""
         self.peaks: list[int] = []
         """Live bytes at each op that reaches a new peak."""
         self.line = self.node = ""
@@ -66,7 +69,8 @@ class Limit(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs or {})):
             self._count(tensor)
         if torch.is_grad_enabled():
-            self._lines[torch._C._autograd._get_sequence_nr() - 1] = _line()
+            self._lines[torch._C._autograd._get_sequence_nr() - 1] = line = _line()
+            self.callers[line] |= {line, *_lines_of_model()}
         out = func(*args, **(kwargs or {}))
         before = self._live_bytes()
         for tensor in tensors_in(out):
@@ -106,6 +110,19 @@ def _line() -> str:
     while frame is not None and not (name := shown_file(frame.f_code.co_filename)):
         frame = frame.f_back
     return f"{name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _lines_of_model() -> Iterator[str]:
+    """The lines on the stack that are inside of a module's call."""
+    outer: list[str] = []
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if name := shown_file(frame.f_code.co_filename):
+            outer.append(f"{name}:{frame.f_lineno}")
+        if frame.f_code.co_name == "_call_impl":
+            yield from outer
+            outer.clear()
+        frame = frame.f_back
 
 
 def built(job: bf.Job) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -240,7 +257,8 @@ def _row(case: ZooModel, job: bf.Job, samples: int, limit_bytes: int, *, shows: 
     of_truth, of_named = by_category(truth), by_category(named)
     whole = sum(truth.values())
     off = sum(abs(of_truth[each] - of_named[each]) for each in Category) / 2
-    first = changes(found)[0].change if changes(found) else ""
+    proposed = changes(found)
+    first = proposed.listed[0].change if proposed.listed else ""
     row = {
         "job": case.name,
         "phase": found.peak_phase.value,
@@ -250,10 +268,13 @@ def _row(case: ZooModel, job: bf.Job, samples: int, limit_bytes: int, *, shows: 
         "named": [named_culprit[0].value, named_culprit[1]],
         "category_is_right": of_truth.most_common(1)[0][0] is of_named.most_common(1)[0][0],
         "culprit_is_right": culprit == named_culprit,
+        "culprit_is_called": culprit[0] is named_culprit[0]
+        and named_culprit[1] in limit.callers.get(culprit[1], {culprit[1]}),
         "culprit_fraction": truth[culprit] / whole,
         "found_fraction": sum(named.values()) / whole,
         "wrong_category_fraction": off / whole,
         "first_change": first,
+        "says_that_nothing_fits": proposed.lacking_bytes > 0,
         "first_change_fits": fits(job, samples, first, limit_bytes),
     }
     if shows and not (row["culprit_is_right"] and row["asked_line_is_right"] and row["first_change_fits"]):
@@ -261,20 +282,26 @@ def _row(case: ZooModel, job: bf.Job, samples: int, limit_bytes: int, *, shows: 
         print("   asked:", found.line, found.peak_op, "| truth:", limit.line, limit.node)
         print("   truth:", sorted(((v, *k) for k, v in truth.items()), reverse=True)[:5])
         print("   named:", sorted(((v, *k) for k, v in named.items()), reverse=True)[:5])
-        print("  ", [(each.change[:60], each.size_bytes) for each in changes(found)])
+        print("  ", [(each.change[:60], each.size_bytes) for each in proposed.listed], proposed.lacking_bytes)
     return row
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    predicted = [row for row in rows if row["first_change_fits"] is not None]
+    hopeless = [row for row in rows if row["says_that_nothing_fits"]]
+    predicted = [
+        row for row in rows if not row["says_that_nothing_fits"] and row["first_change_fits"] is not None
+    ]
     return {
         "injections": len(rows),
         "jobs": len({row["job"] for row in rows}),
         "asked_line_right": sum(row["asked_line_is_right"] for row in rows),
         "category_right": sum(row["category_is_right"] for row in rows),
         "culprit_right": sum(row["culprit_is_right"] for row in rows),
+        "culprit_right_or_called": sum(row["culprit_is_called"] for row in rows),
         "first_change_predicted": len(predicted),
         "first_change_fits": sum(row["first_change_fits"] for row in predicted),
+        "nothing_fits": len(hopeless),
+        "nothing_fits_right": sum(row["first_change_fits"] is False for row in hopeless),
         "median_found_fraction": sorted(row["found_fraction"] for row in rows)[len(rows) // 2],
     }
 

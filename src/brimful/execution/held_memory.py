@@ -90,6 +90,13 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         free_bytes=_size_after(text, r"of which "),
         others=_others(text),
         reached_fraction=seen.reached_fraction(phase),
+        largest_saved_bytes=max(
+            (each.held_bytes for each in held if each.category is Category.SAVED_TENSORS), default=0
+        )
+        if phase is Phase.FORWARD
+        else 0,
+        update_bytes=seen.update_bytes,
+        makes_state=seen.makes_state,
         further_bytes=seen.further_bytes,
         recomputable_bytes=seen.recomputable_bytes,
         adam_bytes=seen.adam_bytes,
@@ -299,7 +306,11 @@ class _Seen:
         self._rows: dict[int, int] = {}
         """First dimensions of what may be inputs, by storage."""
         self._inputs = self._storages_of((name, tensor) for name, _, each in named for tensor in each)
-        self._inputs |= self._storages_of(_passed(frames))
+        passed = _passed(frames)
+        self._inputs |= self._storages_of(passed)
+        for name, tensor in passed:
+            if not tensor.requires_grad:
+                self._take(tensor, Category.INPUTS, name, None)
         self.kept_bytes = self._take_saved()
         self.kept = tuple(self._keeping(named)) if self.kept_bytes else ()
         self._take_named(named)
@@ -357,6 +368,28 @@ class _Seen:
                 size_bytes = sum(size for _, size in self._storages(parameter))
                 found += size_bytes * (parameter.requires_grad and parameter.grad is None)
                 found += 0 if optimizer.state.get(parameter) else size_bytes * _states_of(optimizer)
+        return found
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether parameters with gradients have no optimizer state yet that they will get."""
+        return any(
+            _states_of(optimizer) and not optimizer.state.get(parameter)
+            for optimizer in self._objects.optimizers
+            for parameter in _parameters_of(optimizer)
+            if parameter.grad is not None
+        )
+
+    @property
+    def update_bytes(self) -> int:
+        """Temporaries of an update: of all parameters together with foreach, the default on CUDA, else of one."""
+        found = 0
+        for optimizer in self._objects.optimizers:
+            for group in optimizer.param_groups:
+                sizes = [size for each in group["params"] for _, size in self._storages(each)]
+                if not group.get("fused") and sizes and _states_of(optimizer):
+                    of_all = group.get("foreach") or (group.get("foreach") is None and self._device == "cuda")
+                    found = max(found, sum(sizes) if of_all else 2 * max(sizes))
         return found
 
     @property

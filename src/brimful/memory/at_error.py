@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from brimful.memory.attribution import HeldStorage, ModuleShare, shares_of_modules
@@ -90,6 +90,12 @@ class MemoryAtError:
     """Other processes on the card: number, bytes."""
     reached_fraction: float = 1.0
     """How much of the model's forward had run, by its modules with parameters."""
+    largest_saved_bytes: int = 0
+    """The largest saved tensor of a forward, whose gradient comes beside it in backward."""
+    update_bytes: int = 0
+    """Temporaries of the optimizer's update."""
+    makes_state: bool = False
+    """Whether the first update has yet to be completed."""
     further_bytes: int = 0
     """Gradients and optimizer state that the step has yet to make."""
     recomputable_bytes: int = 0
@@ -155,84 +161,133 @@ def _joined(group: list[HeldStorage]) -> HeldStorage:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Changes that take less memory, those first that are expected to make the step fit."""
+
+    listed: tuple[Saving, ...]
+    lacking_bytes: int
+    """What is lacking even if all of them are made, as far as it can be seen; 0 if the first one is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Bytes of the two moments of a step that may be its peak."""
+
+    of_batch: int
+    """Forward and backward."""
+    of_update: int
+
+    def less(self, other: _Bytes) -> _Bytes:
+        return _Bytes(max(self.of_batch - other.of_batch, 0), max(self.of_update - other.of_update, 0))
+
+    @property
+    def most(self) -> int:
+        return max(self.of_batch, self.of_update)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    text: str
+    frees: _Bytes
+
+    @property
+    def saving(self) -> Saving:
+        return Saving(change=self.text, size_bytes=self.frees.most)
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What the step is expected to take at most."""
 
     fixed_bytes: int
-    """What does not depend on the batch."""
+    """Model, gradients, optimizer state and what else does not depend on the batch."""
     of_batch_bytes: int
+    update_bytes: int
     limit_bytes: int
 
     @property
-    def lacking_bytes(self) -> int:
-        return self.fixed_bytes + self.of_batch_bytes - self.limit_bytes
+    def lacking(self) -> _Bytes:
+        room = self.limit_bytes - self.fixed_bytes
+        return _Bytes(max(self.of_batch_bytes - room, 0), max(self.update_bytes - room, 0))
 
 
-def changes(found: MemoryAtError) -> tuple[Saving, ...]:
+def changes(found: MemoryAtError) -> Changes:
     """Changes that take less memory: those first that are expected to make the step fit, the cheapest first.
 
-    If none is alone, the first is several of them together, as far as they go.
+    If none is alone, the first is several of them together.
     """
     step = _step(found)
-    listed = [each for each in _changes(found, step) if each.size_bytes > 0]
-    fitting = [each for each in listed if each.size_bytes >= step.lacking_bytes]
-    others = sorted((each for each in listed if each not in fitting), key=lambda each: -each.size_bytes)
-    if fitting or len(others) < 2:
-        return (*fitting, *others)
-    return (_together(listed, step.lacking_bytes), *others)
+    listed = [each for each in _changes(found, step) if each.frees.most > 0]
+    fitting = [each for each in listed if not step.lacking.less(each.frees).most]
+    others = sorted((each for each in listed if each not in fitting), key=lambda each: -each.frees.most)
+    taken, lacking = list[_Change](), step.lacking
+    if not fitting:
+        for each in listed:
+            if lacking.less(each.frees) != lacking:
+                taken.append(each)
+                lacking = lacking.less(each.frees)
+    together = [_together(taken)] if len(taken) > 1 else []
+    return Changes(
+        listed=tuple(each.saving for each in (*together, *fitting, *others)),
+        lacking_bytes=0 if fitting else lacking.most,
+    )
 
 
-def _together(listed: Iterable[Saving], lacking_bytes: int) -> Saving:
-    taken, freed = [], 0
-    for each in listed:
-        if freed >= lacking_bytes:
-            break
-        taken.append(each.change)
-        freed += each.size_bytes
-    return Saving(change="; and ".join(taken), size_bytes=freed)
+def _together(taken: list[_Change]) -> _Change:
+    frees = _Bytes(sum(each.frees.of_batch for each in taken), sum(each.frees.of_update for each in taken))
+    return _Change("; and ".join(each.text for each in taken), frees)
 
 
 def _step(found: MemoryAtError) -> _Step:
-    held = dict(found.breakdown)
+    held, limit_bytes = dict(found.breakdown), found.limit_bytes
+    asked = found.requested_bytes or 0
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
     fixed = found.peak_allocated_bytes - of_batch + found.further_bytes
-    if found.peak_phase in (Phase.FORWARD, Phase.BACKWARD):
-        of_batch += found.requested_bytes or 0
-    else:
-        fixed += found.requested_bytes or 0
-    return _Step(fixed, int(of_batch / found.reached_fraction), found.limit_bytes)
+    if found.peak_phase is not Phase.OPTIMIZER:
+        whole = int((of_batch + asked) / found.reached_fraction) + found.largest_saved_bytes
+        return _Step(fixed, whole, found.update_bytes, limit_bytes)
+    # The next forward has the state beside it that the first update makes; the one before had fitted without.
+    before = limit_bytes - held[Category.PARAMETERS] - held[Category.GRADIENTS]
+    if not found.makes_state:
+        before -= held[Category.OPTIMIZER_STATE]
+    return _Step(
+        fixed, max(before, 0), max(asked + held[Category.TEMPORARIES], found.update_bytes), limit_bytes
+    )
 
 
-def _changes(found: MemoryAtError, step: _Step) -> Iterator[Saving]:
+def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
     """Changes, the cheapest first."""
     held = dict(found.breakdown)
     if found.kept_bytes:
         names = " and ".join(f"{each.name} ({each.line})" for each in found.kept) or "a variable"
-        yield Saving(
-            change=f"keep no graphs of earlier steps: add to {names} what has none, .detach() or .item()",
-            size_bytes=found.kept_bytes,
-        )
+        text = f"keep no graphs of earlier steps: add to {names} what has none, .detach() or .item()"
+        yield _Change(text, _Bytes(found.kept_bytes, found.kept_bytes))
     if found.evaluates_with_gradients:
-        change = "run the evaluation under torch.no_grad() or torch.inference_mode()"
-        yield Saving(change=change, size_bytes=held[Category.SAVED_TENSORS])
+        text = "run the evaluation under torch.no_grad() or torch.inference_mode()"
+        yield _Change(text, _Bytes(held[Category.SAVED_TENSORS], 0))
     unused = found.unused_bytes or 0
     if unused >= FRAGMENTED_FRACTION * found.peak_allocated_bytes and unused >= (found.requested_bytes or 0):
-        change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
-        yield Saving(change=change, size_bytes=unused)
+        text = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
+        yield _Change(text, _Bytes(unused, unused))
     if found.others:
         listed = ", ".join(str(number) for number, _ in found.others)
-        change = f"end what else is on the card (process {listed}), or use another one"
-        yield Saving(change=change, size_bytes=sum(size for _, size in found.others))
-    if found.peak_phase in (Phase.FORWARD, Phase.BACKWARD) and not found.evaluates_with_gradients:
+        size = sum(size for _, size in found.others)
+        text = f"end what else is on the card (process {listed}), or use another one"
+        yield _Change(text, _Bytes(size, size))
+    if step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER:
+        text = "the optimizer with fused=True: an update without temporaries"
+        yield _Change(text, _Bytes(0, step.update_bytes))
+    if not found.evaluates_with_gradients:
         if found.samples != 1:
-            yield smaller_micro_batches(step.of_batch_bytes, _parts(step, found.samples), found.samples)
+            parts = _parts(step, found.samples)
+            saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
+            yield _Change(saving.change, _Bytes(saving.size_bytes, 0))
         if not found.is_checkpointed:
-            yield activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
-    elif found.peak_phase is Phase.OPTIMIZER:
-        change = "the optimizer with fused=True, or foreach=False: an update without temporaries of its state"
-        yield Saving(change=change, size_bytes=found.requested_bytes or 0)
-    yield eight_bit_optimizer(found.adam_bytes)
+            saving = activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
+            yield _Change(saving.change, _Bytes(saving.size_bytes, 0))
+    saving = eight_bit_optimizer(found.adam_bytes)
+    yield _Change(saving.change, _Bytes(saving.size_bytes, saving.size_bytes))
 
 
 def _parts(step: _Step, samples: int | None) -> int:

@@ -46,6 +46,11 @@ def _parts(found: MemoryAtError, next_steps: tuple[str, ...]) -> Iterator[Part]:
         yield category_listing(found, held_bytes)
         yield block_listing(found)
         yield from module_listing(found, held_bytes)
-    yield from savings_listing(changes(found), "to make it fit, the first choice first: about what it frees")
+    found_changes = changes(found)
+    title = "to make it fit, the first choice first: about what it frees, and the change"
+    if found_changes.lacking_bytes:
+        lacking = format_bytes(found_changes.lacking_bytes)
+        title = f"none of these is enough, about {lacking} are lacking still: what it frees, and the change"
+    yield from savings_listing(found_changes.listed, title)
     for each in next_steps:
         yield Remark("next", each)
