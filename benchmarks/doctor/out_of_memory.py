@@ -149,8 +149,8 @@ class Failure:
     found: MemoryAtError
     limit: Limit
     trace: Trace
-    model_bytes: int
-    """Parameters and buffers."""
+    of_model: dict[Category, list[torch.Tensor]]
+    """Parameters and buffers, gradients, optimizer state."""
 
 
 def injected(job: bf.Job, samples: int, limit_bytes: int) -> Failure:
@@ -166,15 +166,20 @@ def injected(job: bf.Job, samples: int, limit_bytes: int) -> Failure:
                 raise
     except torch.OutOfMemoryError:
         assert explanation.found is not None, explanation.failure
-        whole = {each.untyped_storage()._cdata: each.nbytes for each in (*model.parameters(), *model.buffers())}
-        return Failure(explanation.found, limit, watch.evidence().trace, sum(whole.values()))
+        real = {
+            Category.PARAMETERS: [*model.parameters(), *model.buffers()],
+            Category.GRADIENTS: [each.grad for each in model.parameters() if each.grad is not None],
+            Category.OPTIMIZER_STATE: [*tensors_in([*optimizer.state.values()])],
+        }
+        return Failure(explanation.found, limit, watch.evidence().trace, real)
     raise AssertionError("nothing exceeded the limit")
 
 
 def held_in_truth(failure: Failure) -> dict[tuple[Category, str], int]:
     """Bytes by category, and by line where an op's line says more than the parameter's name.
 
-    The recording knows a parameter from the first op on that reads it.
+    The recording knows a parameter from the first op on that reads it, gradients and state from the end of the
+    first step on: what they really are is taken, and as much less of what it takes for temporaries.
     """
     trace = failure.trace
     live: dict[int, None] = {}
@@ -188,7 +193,14 @@ def held_in_truth(failure: Failure) -> dict[tuple[Category, str], int]:
         storage = trace.storages[index]
         line = "" if storage.op is None else trace.ops[storage.op].line
         held[_key(storage.category, line)] += storage.size_bytes
-    held[_key(Category.PARAMETERS, "")] = failure.model_bytes
+    for category, tensors in failure.of_model.items():
+        storages = {each.untyped_storage()._cdata: each.nbytes for each in tensors}
+        unknown, held[category, ""] = sum(storages.values()) - held[category, ""], sum(storages.values())
+        for key in [
+            key for key in held if key[0] is Category.TEMPORARIES and category is not Category.PARAMETERS
+        ]:
+            less = max(min(unknown, held[key]), 0)
+            unknown, held[key] = unknown - less, held[key] - less
     return held
 
 

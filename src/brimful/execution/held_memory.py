@@ -361,14 +361,15 @@ class _Seen:
 
     @property
     def further_bytes(self) -> int:
-        """Gradients and optimizer state that the parameters of optimizers do not have yet."""
-        found = 0
+        """Gradients and optimizer state that are yet to make, and one gradient beside the accumulated one."""
+        found = largest = 0
         for optimizer in self._objects.optimizers:
             for parameter in _parameters_of(optimizer):
                 size_bytes = sum(size for _, size in self._storages(parameter))
+                largest = max(largest, size_bytes)
                 found += size_bytes * (parameter.requires_grad and parameter.grad is None)
                 found += 0 if optimizer.state.get(parameter) else size_bytes * _states_of(optimizer)
-        return found
+        return found + largest
 
     @property
     def makes_state(self) -> bool:
@@ -382,7 +383,7 @@ class _Seen:
 
     @property
     def update_bytes(self) -> int:
-        """Temporaries of an update: of all parameters together with foreach, the default on CUDA, else of one."""
+        """Temporaries of an update: of all parameters with foreach, the default on CUDA, else of one."""
         found = 0
         for optimizer in self._objects.optimizers:
             for group in optimizer.param_groups:

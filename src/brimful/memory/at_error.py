@@ -97,7 +97,7 @@ class MemoryAtError:
     makes_state: bool = False
     """Whether the first update has yet to be completed."""
     further_bytes: int = 0
-    """Gradients and optimizer state that the step has yet to make."""
+    """Gradients and optimizer state that are yet to make, and one gradient beside the accumulated one."""
     recomputable_bytes: int = 0
     """Saved tensors inside repeated blocks, but for the blocks' inputs."""
     adam_bytes: int = 0
@@ -190,6 +190,8 @@ class _Bytes:
 class _Change:
     text: str
     frees: _Bytes
+    is_of_optimizer: bool = False
+    """Whether it is instead of other changes of the optimizer."""
 
     @property
     def saving(self) -> Saving:
@@ -221,20 +223,23 @@ def changes(found: MemoryAtError) -> Changes:
     listed = [each for each in _changes(found, step) if each.frees.most > 0]
     fitting = [each for each in listed if not step.lacking.less(each.frees).most]
     others = sorted((each for each in listed if each not in fitting), key=lambda each: -each.frees.most)
-    taken, lacking = list[_Change](), step.lacking
-    if not fitting:
-        for each in listed:
-            if lacking.less(each.frees) != lacking:
-                taken.append(each)
-                lacking = lacking.less(each.frees)
-    together = [_together(taken)] if len(taken) > 1 else []
+    if fitting:
+        return Changes(listed=tuple(each.saving for each in (*fitting, *others)), lacking_bytes=0)
+    taken = list[_Change]()
+    for each in listed:
+        lacking = step.lacking.less(_all_of(taken).frees)
+        if lacking.less(each.frees) != lacking:
+            taken = [other for other in taken if not (other.is_of_optimizer and each.is_of_optimizer)]
+            taken.append(each)
+    together = _all_of(taken)
+    first = [together] if len(taken) > 1 else []
     return Changes(
-        listed=tuple(each.saving for each in (*together, *fitting, *others)),
-        lacking_bytes=0 if fitting else lacking.most,
+        listed=tuple(each.saving for each in (*first, *others)),
+        lacking_bytes=step.lacking.less(together.frees).most,
     )
 
 
-def _together(taken: list[_Change]) -> _Change:
+def _all_of(taken: list[_Change]) -> _Change:
     frees = _Bytes(sum(each.frees.of_batch for each in taken), sum(each.frees.of_update for each in taken))
     return _Change("; and ".join(each.text for each in taken), frees)
 
@@ -277,7 +282,7 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         yield _Change(text, _Bytes(size, size))
     if step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER:
         text = "the optimizer with fused=True: an update without temporaries"
-        yield _Change(text, _Bytes(0, step.update_bytes))
+        yield _Change(text, _Bytes(0, step.update_bytes), is_of_optimizer=True)
     if not found.evaluates_with_gradients:
         if found.samples != 1:
             parts = _parts(step, found.samples)
@@ -287,13 +292,16 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
             saving = activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
             yield _Change(saving.change, _Bytes(saving.size_bytes, 0))
     saving = eight_bit_optimizer(found.adam_bytes)
-    yield _Change(saving.change, _Bytes(saving.size_bytes, saving.size_bytes))
+    if found.adam_bytes:
+        of_update = saving.size_bytes + step.update_bytes
+        yield _Change(saving.change, _Bytes(saving.size_bytes, of_update), is_of_optimizer=True)
 
 
 def _parts(step: _Step, samples: int | None) -> int:
     """The least power of two into which micro-batches are divided to fit; the most if none does."""
-    most = _MOST_PARTS if samples is None else 2 ** int(math.log2(samples))
+    most: int = _MOST_PARTS if samples is None else 2 ** int(math.log2(samples))
     room = step.limit_bytes - step.fixed_bytes
     if room <= 0:
         return most
-    return min(2 ** max(math.ceil(math.log2(max(step.of_batch_bytes, 1) / room)), 1), most)
+    wanted: int = 2 ** max(math.ceil(math.log2(max(step.of_batch_bytes, 1) / room)), 1)
+    return min(wanted, most)

@@ -72,7 +72,7 @@ class ForwardLines:
         self._found: dict[tuple[str, Place], str] = {}
 
     def line(self, kind: str, place: Place) -> str:
-        """The line that runs an op of a kind, such as "Gelu", as "file.py:12"; else that of the model's call."""
+        """The line that runs an op of a kind, such as "Gelu", as "file.py:12"; or the model's call."""
         key = (kind, place)
         if key not in self._found:
             self._found[key] = self._searched(kind, place)
