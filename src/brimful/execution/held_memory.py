@@ -362,13 +362,16 @@ class _Seen:
     @property
     def further_bytes(self) -> int:
         """Gradients and optimizer state that are yet to make, and one gradient beside the accumulated one."""
+        of_models = [each for each in self.names.parameters.values() if isinstance(each, nn.Parameter)]
+        optimizers = self._objects.optimizers
         found = largest = 0
-        for optimizer in self._objects.optimizers:
-            for parameter in _parameters_of(optimizer):
-                size_bytes = sum(size for _, size in self._storages(parameter))
-                largest = max(largest, size_bytes)
-                found += size_bytes * (parameter.requires_grad and parameter.grad is None)
-                found += 0 if optimizer.state.get(parameter) else size_bytes * _states_of(optimizer)
+        for parameter in [p for each in optimizers for p in _parameters_of(each)] if optimizers else of_models:
+            size_bytes = sum(size for _, size in self._storages(parameter)) if parameter.requires_grad else 0
+            largest = max(largest, size_bytes)
+            found += size_bytes if parameter.grad is None else 0
+        for optimizer in optimizers:
+            without = [each for each in _parameters_of(optimizer) if not optimizer.state.get(each)]
+            found += sum(_states_of(optimizer) * size for each in without for _, size in self._storages(each))
         return found + largest
 
     @property
@@ -523,11 +526,11 @@ class _Seen:
     def _take_named(self, named: _Named) -> None:
         for name, line, tensors in named:
             for tensor in tensors:
-                is_result = tensor.grad_fn is not None
-                category = Category.SAVED_TENSORS if is_result else Category.OTHER_TENSORS
-                if any(key in self._inputs and not is_result for key, _ in self._storages(tensor)):
-                    category = Category.OTHER_TENSORS
-                self._take(tensor, category, name, None, line)
+                if (node := self._by_node.get(_maker(tensor))) is not None:
+                    _, module, made_in = self._made(tensor, node)
+                    self._take(tensor, Category.SAVED_TENSORS, name, module, made_in or line)
+                else:
+                    self._take(tensor, Category.OTHER_TENSORS, name, None, line)
 
     def _take_rest(self) -> None:
         for tensor in self._objects.tensors:

@@ -128,11 +128,11 @@ class MemoryAtError:
 
     @property
     def largest(self) -> tuple[HeldStorage, ...]:
-        """What is held, one entry for all that has category, line and op in common; the largest first."""
+        """What is held, one entry for all of a category that a line made, or an op; the largest first."""
         groups: dict[tuple[Category, str, str], list[HeldStorage]] = {}
         for each in self.held:
-            of_model = each.category in _OF_MODEL
-            groups.setdefault((each.category, each.line, "" if of_model else each.label), []).append(each)
+            label = "" if each.line or each.category in _OF_MODEL else each.label
+            groups.setdefault((each.category, each.line, label), []).append(each)
         return tuple(sorted(map(_joined, groups.values()), key=lambda each: -each.held_bytes))
 
     @property
