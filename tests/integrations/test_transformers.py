@@ -225,6 +225,18 @@ def test_a_micro_batch_that_does_not_fit_twice_is_halved(tmp_path: Path) -> None
     assert_same(own, calm, exactly=False)
 
 
+def test_one_sample_that_does_not_fit_ends_in_an_error_that_is_explained(tmp_path: Path) -> None:
+    fault = OutOfMemoryAt(fails=lambda name, _args: name == "aten.embedding.default")
+    own = trainer(tmp_path, gpt2(dropout=0.0), callbacks=[During(1, fault)])
+    bft.apply(bft.plan(own, "cpu", budget="1GiB", micro_batch_size=1), own, report=False)
+    with pytest.raises(torch.OutOfMemoryError, match="one sample already") as error:
+        train(own)
+    fault.__exit__(None, None, None)
+    (explanation,) = error.value.__notes__
+    assert "optimizer state" in explanation
+    assert "brimful plan … --global-batch-size" in explanation
+
+
 def test_evaluation_survives_too(tmp_path: Path) -> None:
     own = trainer(tmp_path, per_device_eval_batch_size=5)
     calm = own.evaluate()

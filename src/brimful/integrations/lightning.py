@@ -34,6 +34,7 @@ from brimful.execution.in_force import Prepared
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.longest_batch import read_notes
 from brimful.execution.longest_data import longest_of_data
+from brimful.execution.out_of_memory import explaining
 from brimful.execution.random_state import RandomState
 from brimful.integrations.division import Division
 from brimful.integrations.lightning_step import DividedBatches
@@ -291,8 +292,9 @@ class PlanCallback(Callback):
 
         def make_divided(kwargs: Any, *args: Any) -> Any:
             closure = make_closure(kwargs, *args)
-            run = partial(batches.run, closure, closure.closure, kwargs)
-            setattr(closure, "closure", partial(prepared.retry, run) if self._recovers else run)  # noqa: B010  # a method
+            run: Callable[[], Any] = partial(batches.run, closure, closure.closure, kwargs)
+            run = partial(prepared.retry, run) if self._recovers else explaining(Expected.of(self.plan))(run)
+            setattr(closure, "closure", run)  # noqa: B010  # a method
             return closure
 
         def clip_retried(*args: Any, **kwargs: Any) -> None:

@@ -79,7 +79,7 @@ class ForwardLines:
         return self._found[key]
 
     def _searched(self, kind: str, place: Place) -> str:
-        if place.owner not in (place.before, place.after):
+        if not place.owner == place.before == place.after:  # it uses no parameter itself
             for neighbour in (place.before, place.after):
                 if line := self._beside(kind, place, neighbour):
                     return line

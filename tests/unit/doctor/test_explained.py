@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,9 @@ from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import MemoryAtError, changes
 from brimful.trace import Category, Phase
-from brimful.utils.quantities import GIB, MIB
+from brimful.utils.quantities import GIB, MIB, format_bytes, parse_bytes
+from helpers.tiny_jobs import Net as TinyNet
+from helpers.tiny_jobs import all_samples, make_job
 
 WIDTH, BLOCKS, SAMPLES = 64, 8, 512
 TOO_MUCH = 1 << 50
@@ -230,10 +233,10 @@ def test_an_error_of_the_explanation_is_a_note_and_replaces_nothing(monkeypatch:
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.69 GiB of which "
-    "512.00 MiB is free. Process {own} has 1.00 GiB memory in use. Process 4711 has 3.00 GiB memory in use. Including "
-    "non-PyTorch memory, this process has 20.00 GiB memory in use. Of the allocated memory 16.00 GiB is "
-    "allocated by PyTorch, with 12.00 MiB allocated in private pools (e.g., CUDA Graphs), and 3.50 GiB is reserved by "
-    "PyTorch but unallocated. If reserved but unallocated memory is large try setting ..."
+    "512.00 MiB is free. Process {own} has 1.00 GiB memory in use. Process 4711 has 3.00 GiB memory in "
+    "use. Including non-PyTorch memory, this process has 20.00 GiB memory in use. Of the allocated memory "
+    "16.00 GiB is allocated by PyTorch, with 12.00 MiB allocated in private pools (e.g., CUDA Graphs), and "
+    "3.50 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large …"
 )
 
 
@@ -330,6 +333,65 @@ def test_what_cannot_fit_is_said_not_to() -> None:
     assert several.lacking_bytes == 0
     assert re.search(r"micro-batches of 1 samples.*; and AdamW in 8 bits", several.listed[0].change)
     assert several.listed[0].size_bytes >= 3 * GIB
+
+
+@cache
+def tiny_plan() -> bf.Plan:
+    return bf.plan(make_job(), "cpu", global_batch_size=16, micro_batch_size=16, budget="1GiB")
+
+
+def sixteen() -> dict[str, Tensor]:
+    return {name: tensor[:16] for name, tensor in all_samples().items()}
+
+
+def no_more(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss = nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+    return loss
+
+
+def applied(plan: bf.Plan, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+    job = make_job(loss=no_more)
+    bf.apply(plan, job, model, optimizer, verify=False, **options)(sixteen())
+
+
+def prepared(plan: bf.Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    bf.prepare(plan, model, optimizer).retry(no_more, model, sixteen())
+
+
+def fitted(plan: bf.Plan, _model: nn.Module, _optimizer: torch.optim.Optimizer) -> None:
+    bf.fit(make_job(loss=no_more), plan, device="cpu", steps=1, verify=False, show_progress=False)
+
+
+@pytest.mark.parametrize("train", [applied, partial(applied, recover=False), prepared, fitted])
+def test_training_under_a_plan_compares_the_error_with_the_plan(train: Callable[..., None]) -> None:
+    plan = tiny_plan()
+    model = TinyNet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises((torch.OutOfMemoryError, bf.OutOfMemoryError)) as raised:
+        train(plan, model, optimizer)
+    notes = notes_of(raised.value)
+    assert "asked for 1 MiB more" in notes
+    assert "parameters" in notes
+    assert f"peak of {format_bytes(plan.predicted_peak_allocated_bytes)}" in notes
+    budget = re.search(r'bf\.plan\(…, global_batch_size=16, budget="(\S+)"\)', notes)
+    assert budget is not None
+    assert parse_bytes(budget[1]) < GIB
+
+
+def test_a_step_that_recovers_is_as_before_and_says_nothing() -> None:
+    calls = []
+
+    def once(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    job, model = make_job(loss=once), TinyNet()
+    plan = tiny_plan()
+    step = bf.apply(plan, job, model, torch.optim.AdamW(model.parameters()), verify=False)
+    assert len(step(sixteen()).recoveries) == 1
 
 
 SCRIPT = """

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback
 from brimful.errors import UsageError
 from brimful.execution.explained import Expected
 from brimful.execution.in_force import Prepared, unwrapped
+from brimful.execution.out_of_memory import explaining
 from brimful.integrations.transformers.batches import layout_of_trainer
 from brimful.integrations.transformers.coupling import why_not_divided
 from brimful.integrations.transformers.loss import DividedLoss
@@ -93,7 +94,8 @@ class AppliedPlan(TrainerCallback):
             else:
                 own = self._trainer.training_step
                 train = partial(self._division.train, settings.micro_batch_size, own)
-                changes.callback(replace_attribute(self._trainer, "training_step", train))
+                explained = explaining(Expected.of(self.plan))(train)
+                changes.callback(replace_attribute(self._trainer, "training_step", explained))
             self._in_training = changes.pop_all()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
