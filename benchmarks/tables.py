@@ -21,7 +21,13 @@ from table_records import COMPUTED, Record, load, percent, stamp
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/howto/out-of-memory.md", "docs/howto/own-loop.md", "docs/reference/jobs.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/howto/out-of-memory.md",
+    "docs/howto/own-loop.md",
+    "docs/reference/jobs.md",
+)
 BLOCK = re.compile(r"<!-- benchmarks/tables\.py: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 TEMPLATE = re.compile(r"^## (\w+)(?: \((\w+)\))?\n\n(.*?)\n*(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 

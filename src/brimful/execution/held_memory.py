@@ -22,6 +22,7 @@ from itertools import takewhile
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -87,7 +88,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
         not_found_bytes=max(torch.cuda.memory_allocated() - found_bytes, 0) if device == "cuda" else 0,
         unused_bytes=_size_after(text, r"allocated by PyTorch, (?:with .*? private pools.*?, )?and "),
-        free_bytes=_size_after(text, r"of which "),
+        free_bytes=psutil.virtual_memory().available if is_host else _size_after(text, r"of which "),
         others=_others(text),
         reached_fraction=seen.reached_fraction(phase),
         largest_saved_bytes=max(

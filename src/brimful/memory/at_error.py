@@ -85,7 +85,7 @@ class MemoryAtError:
     unused_bytes: int | None = None
     """On CUDA, what the allocator has reserved and not handed out."""
     free_bytes: int | None = None
-    """On CUDA, what nobody holds on the card."""
+    """What nobody holds of the card's memory, or of the host's; None if that is not known."""
     others: tuple[tuple[int, int], ...] = ()
     """Other processes on the card: number, bytes."""
     reached_fraction: float = 1.0
@@ -143,7 +143,7 @@ class MemoryAtError:
 
     @property
     def limit_bytes(self) -> int:
-        """What there certainly is for tensors: what is held, and on CUDA what is unused or free."""
+        """What there is for tensors, as far as it can be seen: what is held, unused or free."""
         return self.peak_allocated_bytes + (self.unused_bytes or 0) + (self.free_bytes or 0)
 
 

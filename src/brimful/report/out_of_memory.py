@@ -37,6 +37,8 @@ def _parts(found: MemoryAtError, next_steps: tuple[str, ...]) -> Iterator[Part]:
     held_bytes = found.peak_allocated_bytes
     yield asked_row(found.peak_op, found.line, found.requested_bytes, "asked")
     yield Row("held", f"{format_bytes(held_bytes)} in tensors")
+    if found.free_bytes:
+        yield Row("free", format_bytes(found.free_bytes))
     if found.unused_bytes:
         yield Row("unused", f"{format_bytes(found.unused_bytes)} reserved by torch, in pieces")
     if found.others:
@@ -50,7 +52,7 @@ def _parts(found: MemoryAtError, next_steps: tuple[str, ...]) -> Iterator[Part]:
     title = "to make it fit, the first choice first: about what it frees, and the change"
     if found_changes.lacking_bytes:
         lacking = format_bytes(found_changes.lacking_bytes)
-        title = f"none of these is enough, about {lacking} are lacking still: what it frees, and the change"
+        title = f"these may not be enough, {lacking} may be lacking still: about what it frees, and the change"
     yield from savings_listing(found_changes.listed, title)
     for each in next_steps:
         yield Remark("next", each)
