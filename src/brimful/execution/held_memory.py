@@ -22,7 +22,7 @@ from itertools import takewhile
 from types import FrameType, TracebackType
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
