@@ -104,7 +104,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         samples=seen.samples,
         kept=seen.kept,
         kept_bytes=seen.kept_bytes,
-        evaluates_with_gradients=phase is Phase.EVALUATION and torch.is_grad_enabled() and bool(seen.nodes),
+        evaluates_with_gradients=phase is Phase.EVALUATION and _builds_graph(frames),
         is_checkpointed=seen.is_checkpointed,
     )
 
@@ -189,6 +189,12 @@ def _phase(frames: _Frames) -> Phase:
         return Phase.OPTIMIZER
     called = [each for frame, _ in frames if isinstance(each := locals_of(frame).get("self"), nn.Module)]
     return Phase.EVALUATION if called and not called[0].training else Phase.FORWARD
+
+
+def _builds_graph(frames: _Frames) -> bool:
+    """Whether a forward has a result with a graph."""
+    called = [values for frame, _ in frames if isinstance((values := locals_of(frame)).get("self"), nn.Module)]
+    return any(tensor.grad_fn is not None for values in called for tensor in tensors_in(values))
 
 
 # What is alive

@@ -283,7 +283,12 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
     if step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER:
         text = "the optimizer with fused=True: an update without temporaries"
         yield _Change(text, _Bytes(0, step.update_bytes), is_of_optimizer=True)
-    if not found.evaluates_with_gradients:
+    if found.peak_phase is Phase.EVALUATION and found.samples != 1:
+        parts = _parts(step, found.samples)
+        saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
+        text = saving.change.partition(",")[0].replace("micro-", "evaluation ")
+        yield _Change(text, _Bytes(saving.size_bytes, 0))
+    elif found.peak_phase is not Phase.EVALUATION:
         if found.samples != 1:
             parts = _parts(step, found.samples)
             saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)

@@ -191,6 +191,10 @@ def test_an_evaluation_with_gradients_is_told_to_run_without() -> None:
     first = changes(found_of(lambda: model(torch.randn(SAMPLES, WIDTH)))).listed
     assert any("torch.no_grad()" in each.change for each in first)
     assert not any("micro-batches" in each.change for each in first)
+    with torch.no_grad():
+        without = changes(found_of(lambda: model(torch.randn(SAMPLES, WIDTH)))).listed
+    assert not any("torch.no_grad()" in each.change for each in without)
+    assert any("evaluation batches of " in each.change for each in without)
 
 
 def test_what_checkpointing_has_packed_is_not_computed_again() -> None:
