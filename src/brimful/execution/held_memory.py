@@ -71,7 +71,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
     is_host = "alloc_cpu" in text or "DefaultCPUAllocator" in text or isinstance(error, MemoryError)
     device = "cuda" if torch.cuda.is_initialized() and not is_host else "cpu"
     frames = list(_frames(error.__traceback__))
-    objects = _Objects.alive()
+    objects = _Objects.alive().with_those_in_use_first(frames)
     seen = _Seen(device, objects, frames, first_node)
     held = seen.held()
     phase = _phase(frames)
@@ -218,6 +218,32 @@ class _Objects:
         inner = {id(child) for each in modules for child in each._modules.values()}
         return cls(tensors, [each for each in modules if id(each) not in inner], optimizers)
 
+    def with_those_in_use_first(self, frames: _Frames) -> _Objects:
+        """The same with the models first that variables on the stack hold, and only their optimizers.
+
+        Others may be garbage, or wait for their turn. Without such a model all of them count.
+        """
+        held, frame = set[int](), frames[-1][0] if frames else None
+        while frame is not None:
+            values = [*locals_of(frame).values()]
+            if shown_file(frame.f_code.co_filename):
+                values += frame.f_globals.values()
+            held |= {id(each) for each in values if issubclass(type(each), nn.Module)}
+            frame = frame.f_back
+        used = [
+            each
+            for each in sorted(self.models, key=_size, reverse=True)
+            if any(id(module) in held for module in each.modules())
+        ]
+        parameters = {id(parameter) for each in used for parameter in each.parameters()}
+        optimizers = [
+            each
+            for each in self.optimizers
+            if any(id(parameter) in parameters for parameter in _parameters_of(each))
+        ]
+        others = [each for each in self.models if each not in used]
+        return _Objects(self.tensors, [*used, *others], optimizers if used else self.optimizers)
+
 
 class _Kinds(dict[type, type | None]):
     """The kind of objects of a class that is looked for; None for all others. Objects may claim another."""
@@ -229,7 +255,7 @@ class _Kinds(dict[type, type | None]):
 
 
 class _Names:
-    """Paths of the modules of all models; the largest one's have no prefix, others' begin with their class."""
+    """Paths of the modules of all models; the first one's have no prefix, others' begin with their class."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -239,8 +265,7 @@ class _Names:
         """Parameters and buffers."""
         self.of_parameters: dict[int, str] = {}
         """By the parameter's id."""
-        ordered = sorted(models, key=lambda each: -sum(1 for _ in each.parameters()))
-        for place, model in enumerate(ordered):
+        for place, model in enumerate(models):
             self._add(model, type(model).__name__ if place else "")
 
     def _add(self, model: nn.Module, prefix: str) -> None:
@@ -520,7 +545,8 @@ class _Seen:
     @property
     def samples(self) -> int | None:
         """Samples of the micro-batch: the first dimension that most inputs have."""
-        rows = [self._rows[key] for key, each in self._held.items() if each.category is Category.INPUTS]
+        inputs = {key for key, each in self._held.items() if each.category is Category.INPUTS}
+        rows = [rows for key, rows in self._rows.items() if key in inputs]
         return Counter(rows).most_common(1)[0][0] if rows else None
 
     def _keeping(self, named: _Named) -> Iterator[KeptHistory]:
@@ -566,6 +592,10 @@ def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
                 for tensor in tensors_in(value)
             ]
     return []
+
+
+def _size(model: nn.Module) -> int:
+    return sum(1 for _ in model.parameters())
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

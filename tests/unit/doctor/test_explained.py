@@ -53,7 +53,8 @@ class Net(nn.Module):
         self.fails_in, self.checkpoints = fails_in, checkpoints
         self.calls = 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = inputs if scale is None else inputs * scale
         for place, block in enumerate(self.blocks):
             self.calls += 1
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
@@ -195,6 +196,29 @@ def test_an_evaluation_with_gradients_is_told_to_run_without() -> None:
         without = changes(found_of(lambda: model(torch.randn(SAMPLES, WIDTH)))).listed
     assert not any("torch.no_grad()" in each.change for each in without)
     assert any("evaluation batches of " in each.change for each in without)
+
+
+def test_models_and_optimizers_of_earlier_runs_do_not_count() -> None:
+    before = [Net() for _ in range(2)]
+    earlier = [torch.optim.AdamW(each.parameters()) for each in before]
+    found = found_of_training()
+    assert len(earlier) == len(before)
+    of_model = sum(each.nbytes for each in Net().parameters())
+    largest = 4 * WIDTH * WIDTH * 4
+    assert found.further_bytes == 3 * of_model + largest  # gradients, and two states of AdamW
+
+
+def found_of_training() -> MemoryAtError:
+    model = Net(fails_in=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = found_of(lambda: model(torch.randn(SAMPLES, WIDTH)))
+    optimizer.zero_grad()
+    return found
+
+
+def test_a_number_among_the_inputs_has_no_samples() -> None:
+    model = Net(fails_in=1)
+    assert found_of(lambda: model(torch.randn(SAMPLES, WIDTH), torch.tensor(2.0))).samples == SAMPLES
 
 
 def test_what_checkpointing_has_packed_is_not_computed_again() -> None:
