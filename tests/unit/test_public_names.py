@@ -77,7 +77,7 @@ def test_a_saved_trace_and_plan_are_read_without_torch() -> None:
 
 def test_help_lists_every_documented_field_of_a_record_with_its_docstring() -> None:
     records = [value for name in bf.__all__ if is_dataclass(value := getattr(bf, name))]
-    assert {bf.Job, bf.Data, bf.Plan, bf.Settings, bf.Estimate, bf.results.Measurement} <= {*records}
+    assert {bf.Job, bf.Data, bf.Plan, bf.Settings, bf.Estimate} <= {*records}
     for record in records:
         text = words(pydoc.render_doc(record, renderer=pydoc.plaintext))
         for name, docstring in field_docstrings(record).items():
