@@ -25,6 +25,7 @@ PAGES = (
     "README.md",
     "docs/accuracy.md",
     "docs/benchmarks.md",
+    "docs/howto/out-of-memory.md",
     "docs/howto/own-loop.md",
     "docs/reference/jobs.md",
 )

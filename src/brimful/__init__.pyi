@@ -7,6 +7,7 @@ from brimful import (
     errors as errors,
     job as job,
     optimizers as optimizers,
+    results as results,
     settings as settings,
     trace as trace,
     trainer as trainer,
@@ -23,6 +24,7 @@ from brimful.api import (
     prepare as prepare,
     verify as verify,
 )
+from brimful.doctor import explain_out_of_memory as explain_out_of_memory
 from brimful.doctor.shown import watch as watch
 from brimful.errors import (
     BrimfulError as BrimfulError,
@@ -32,7 +34,6 @@ from brimful.errors import (
 from brimful.job import Data as Data, Job as Job
 from brimful.models import find_architecture as find_architecture
 from brimful.planner import Plan as Plan
-from brimful.results import Measurement as Measurement
 from brimful.settings import Settings as Settings
 
 __version__: str

@@ -27,7 +27,7 @@ plan = bf.plan(job, "RTX 3090", global_batch_size=4)
 assert_type(plan, bf.Plan)
 assert_type(plan.predicted_peak_reserved_bytes, int)
 assert_type(plan.settings, bf.Settings)
-assert_type(bf.measure(job, plan), bf.Measurement)
+assert_type(bf.measure(job, plan), bf.results.Measurement)
 bf.plan(job, "RTX 3090", global_batch_size="4")  # EXPECT
 plan.status = "optimal"  # EXPECT
 """

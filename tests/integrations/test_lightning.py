@@ -165,9 +165,10 @@ def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path) -> None:
 
 def test_without_recovery_the_error_is_raised(tmp_path: Path) -> None:
     fault = OutOfMemoryAt(30)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as error:
         fitted_with(fault, tmp_path, recover=False)
     fault.__exit__(None, None, None)
+    assert "the plan predicts" in error.value.__notes__[0]
 
 
 def test_a_plan_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def assert_same(first: Trainer, second: Trainer, *, exactly: bool) -> None:
         assert torch.equal(value, other) if exactly else torch.allclose(value, other, atol=2e-3), name
 
 
-def assert_predicted(plan: bf.Plan, measured: bf.Measurement) -> None:
+def assert_predicted(plan: bf.Plan, measured: bf.results.Measurement) -> None:
     peak = measured.measured_peak_allocated_bytes
     assert plan.predicted_peak_allocated_bytes == pytest.approx(peak, rel=0.01)
 
@@ -223,6 +223,18 @@ def test_a_micro_batch_that_does_not_fit_twice_is_halved(tmp_path: Path) -> None
         train(own)
     assert [each.after for each in applied.recoveries] == ["micro-batch 8", "micro-batch 4", "micro-batch 2"]
     assert_same(own, calm, exactly=False)
+
+
+def test_one_sample_that_does_not_fit_ends_in_an_error_that_is_explained(tmp_path: Path) -> None:
+    fault = OutOfMemoryAt(fails=lambda name, _args: name == "aten.embedding.default")
+    own = trainer(tmp_path, gpt2(dropout=0.0), callbacks=[During(1, fault)])
+    bft.apply(bft.plan(own, "cpu", budget="1GiB", micro_batch_size=1), own, report=False)
+    with pytest.raises(torch.OutOfMemoryError, match="one sample already") as error:
+        train(own)
+    fault.__exit__(None, None, None)
+    (explanation,) = error.value.__notes__
+    assert "optimizer state" in explanation
+    assert "brimful plan … --global-batch-size" in explanation
 
 
 def test_evaluation_survives_too(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from brimful.arguments import checks_arguments
 from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.attached import copied_model
+from brimful.execution.explained import Expected
 from brimful.execution.in_force import HoldsOptimizer, Prepared
 from brimful.execution.longest_batch import with_longest_batch
 from brimful.execution.planned_step import PlannedStep
@@ -130,6 +131,7 @@ def apply(
         check_labels=partial(check_labels, job) if verify else None,
         recover=recover,
         planned=plan.sample_sizes if isinstance(plan, Plan) else (),
+        expected=Expected.of(plan),
     )
 
 
@@ -171,7 +173,15 @@ def prepare(
     """
     settings = settings_of(plan)
     planned = plan.sample_sizes if isinstance(plan, Plan) else ()
-    return Prepared(settings, model, optimizer, scaler=scaler, planned=planned, warns_of_schedules=True)
+    return Prepared(
+        settings,
+        model,
+        optimizer,
+        scaler=scaler,
+        planned=planned,
+        warns_of_schedules=True,
+        expected=Expected.of(plan),
+    )
 
 
 @undisturbed()

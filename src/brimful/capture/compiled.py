@@ -21,9 +21,9 @@ from typing import Any
 from torch import nn
 
 from brimful.batches import own_part
-from brimful.capture.recording.lines import calling_line, defining_line
 from brimful.capture.recording.recorder import Recorder
 from brimful.torch_utils.dispatch_mode import compiled_code_runs_eagerly
+from brimful.torch_utils.lines import calling_line, defining_line
 from brimful.torch_utils.replaced import replaced
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from brimful.capture.recording.lines import defining_line
 from brimful.job import Job
+from brimful.torch_utils.lines import defining_line
 
 _OF_TORCH = ("torch.nn.modules", "torch.nn.functional", "torch._C")
 """Modules of torch that define losses of an output and a target."""

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.batches import tensors_in
 from brimful.capture.corrections import Rule
-from brimful.capture.recording.lines import calling_line
 from brimful.capture.values.known import NotKnownError
 from brimful.execution.label_watch import IGNORED_LABEL
 from brimful.results.equivalence import OVER_LABELS
+from brimful.torch_utils.lines import calling_line
 from brimful.trace import Category, Phase
 
 aten = torch.ops.aten

@@ -16,7 +16,6 @@ from brimful.capture.libraries import meta_errors_unlogged
 from brimful.capture.loss_signature import signature_hint
 from brimful.capture.loss_terms import LossTerms
 from brimful.capture.missing_kernels import kernel_hint
-from brimful.capture.recording.lines import raising_line
 from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.update import Gradient, PartsDifferError, Recorded, RecordedPart
 from brimful.capture.repeats import Shortening
@@ -27,6 +26,7 @@ from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.job import Batch, Job
 from brimful.settings import Settings
+from brimful.torch_utils.lines import raising_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Guess, Trace, own_checkpoints
 from brimful.utils.gc_pause import without_garbage_collection

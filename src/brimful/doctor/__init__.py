@@ -1,10 +1,11 @@
 """Watch a training run: what holds its memory, where its time goes, what is wrong with it.
 
-Start reading at `script.run_script`. `watch.Watch` follows a run, with `recording.WatchedOps` for its ops and
-`names` for the variables that hold tensors; `evidence.Evidence` is what was seen.
+Start reading at `script.run_script`. `watch.Watch` follows a run, with `recording.WatchedOps` for its ops;
+`evidence.Evidence` is what was seen.
 """
 
 from brimful.doctor.evidence import Evidence
+from brimful.doctor.explain import explain_out_of_memory
 from brimful.doctor.findings import Finding, findings
 from brimful.doctor.script import ScriptRun, run_script
 from brimful.doctor.shown import ShownWatch
@@ -18,6 +19,7 @@ __all__ = [
     "ScriptRun",
     "ShownWatch",
     "Watch",
+    "explain_out_of_memory",
     "findings",
     "run_script",
     "watched_document",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import tensors_in
-from brimful.capture.recording.lines import calling_line
 from brimful.doctor.evidence import Backward
-from brimful.doctor.graphs import is_scaled, reached_from
 from brimful.doctor.recording import WatchedOps
+from brimful.torch_utils.graphs import is_scaled, reached_from
+from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 
 

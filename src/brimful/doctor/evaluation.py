@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.batches import tensors_in
-from brimful.capture.recording.lines import calling_line
 from brimful.doctor.evidence import UnusedGraph
-from brimful.doctor.graphs import saved_bytes
+from brimful.torch_utils.graphs import saved_bytes
+from brimful.torch_utils.lines import calling_line
 
 
 class FirstEvaluation:

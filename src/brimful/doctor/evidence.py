@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from brimful.doctor.names import Holding
+from brimful.torch_utils.held_names import Holding
 from brimful.trace import Trace
 
 

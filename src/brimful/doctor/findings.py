@@ -15,12 +15,12 @@ from operator import itemgetter
 from statistics import median
 
 from brimful.doctor.evidence import Evidence
-from brimful.doctor.names import Holding
 from brimful.memory import live_profile
 from brimful.memory.liveness import LiveProfile
 from brimful.prediction.growth import growth
 from brimful.results import WAITING_FRACTION
 from brimful.settings import op_kind
+from brimful.torch_utils.held_names import Holding
 from brimful.trace import Category, Op, Phase
 from brimful.utils.quantities import MIB
 

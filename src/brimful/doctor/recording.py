@@ -21,7 +21,6 @@ from brimful.batches import tensors_in
 from brimful.capture.recording.blocks import Block, BlockEvent
 from brimful.capture.recording.facts import StepFacts
 from brimful.capture.recording.ledger import StorageLedger
-from brimful.capture.recording.lines import calling_line
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.op_info import OpInfo, describe_op
 from brimful.capture.recording.op_log import OpLog
@@ -29,6 +28,7 @@ from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
 from brimful.execution.out_of_memory import out_of_memory
+from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import parse_bytes

@@ -16,6 +16,7 @@ from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import uncast_notes
 from brimful.report.at_peak import block_listing, category_listing, module_listing
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
+from brimful.report.out_of_memory import asked_row, savings_listing
 from brimful.report.plans import time_shares_text
 from brimful.trace import Trace
 from brimful.utils.quantities import format_bytes, format_seconds
@@ -73,8 +74,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
     if (failed := evidence.failed) is not None:
-        asked = "memory" if failed.requested_bytes is None else f"{format_bytes(failed.requested_bytes)} more"
-        yield Row("out of memory", f"{failed.op} in {failed.line or 'the script'} asked for {asked}")
+        yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
     if evidence.measured_peak_bytes is not None:
         yield Row("allocated", f"{format_bytes(evidence.measured_peak_bytes)} at most, as torch measures it")
     growth_bytes = evidence.growth_bytes
@@ -137,14 +137,8 @@ def _held_parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield category_listing(memory, memory.peak_allocated_bytes)
     yield block_listing(memory)
     yield from module_listing(memory, memory.peak_allocated_bytes)
-    yield from _savings_listing(memory, evidence)
-
-
-def _savings_listing(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Listing]:
-    rows = [(format_bytes(each.size_bytes), each.change) for each in savings(memory, evidence)]
-    if rows:
-        title = "would take less at the peak: about how much, and the change"
-        yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows))
+    title = "would take less at the peak: about how much, and the change"
+    yield from savings_listing(savings(memory, evidence), title)
 
 
 def findings_part(found: tuple[Finding, ...]) -> Part:

@@ -27,18 +27,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
-from brimful.capture.recording.lines import calling_line
 from brimful.cost.time_shares import time_shares
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
-from brimful.doctor.graphs import MOST_NODES
-from brimful.doctor.names import Holding, held_by_names
 from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
 from brimful.settings import Settings
+from brimful.torch_utils.graphs import MOST_NODES
+from brimful.torch_utils.held_names import Holding, held_by_names
+from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
 from brimful.utils.deep_stack import deep_stack

@@ -17,13 +17,15 @@ from torch.optim import Optimizer
 
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError, UsageError
+from brimful.execution.explained import Expected
 from brimful.execution.label_watch import LabelWatch
 from brimful.execution.length_watch import InputWatch
 from brimful.execution.losses import shares_of
+from brimful.execution.out_of_memory import explaining
 from brimful.execution.precision import device_of
 from brimful.execution.retries import Retries, is_one_of_several
 from brimful.execution.scaled_update import enabled
-from brimful.execution.setup import set_up_allocator
+from brimful.execution.setup import limit_reserved, set_up_allocator
 from brimful.execution.step_journal import StepJournal
 from brimful.job import Batch
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
@@ -52,6 +54,7 @@ class Prepared:
         warns_of_schedules: Warn of a learning-rate schedule whose steps may be counted in micro-batches.
         planned: Sizes of the samples that were planned for; the first larger input of the model in training
             gives a warning.
+        expected: What the plan predicted; see `PlannedStep`.
 
     Raises:
         UsageError: The settings have what only `brimful.apply` carries out.
@@ -67,6 +70,7 @@ class Prepared:
         watches: bool = False,
         warns_of_schedules: bool = False,
         planned: Sequence[SampleSize] = (),
+        expected: Expected | None = None,
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
         if found or settings.parallelism.is_zero:
@@ -81,9 +85,12 @@ class Prepared:
         self._wrapper = optimizer
         self._scaler = enabled(scaler or getattr(optimizer, "scaler", None))
         self._journal: StepJournal | None = None
+        self._expected = expected
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
+        if expected is not None and not _is_captured(model):
+            self._changes.callback(limit_reserved(expected.reserved_limit_bytes, device_of(model)))
         self._has_divided = False
         self._layout = BatchLayout(expected=settings.rank_batch_size)
         self._labels = LabelWatch(self._layout, counts_by="micro_batches(batch, count={count})")
@@ -196,7 +203,8 @@ class Prepared:
                 case model and optimizer are as before the step.
         """
         if not self._can_retry():
-            return action(*arguments)
+            with explaining(self._expected):
+                return action(*arguments)
         return (self._journal or self._watch()).run(action, *arguments)
 
     def remove(self) -> None:
@@ -218,6 +226,7 @@ class Prepared:
                 device_of(self._model),
                 "micro-batch {}".format,
                 way_out="Plan for a smaller budget, or use `bf.apply`, which divides the micro-batch.",
+                expected=self._expected,
             ),
             why_nothing_less="the loop divides its batches itself",
             scaler=self._scaler,

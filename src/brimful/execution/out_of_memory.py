@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import clear_frames
@@ -18,6 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError
+from brimful.execution.explained import Expected, Explanation
 
 _WORDS = (
     "out of memory",
@@ -49,14 +51,41 @@ def out_of_memory(error: BaseException, handled: BaseException | None = None) ->
     was being handled before the action that raised: Python makes it a context, and it is not of the action,
     unless the action raises it again.
     """
+    found = _itself(error, handled)
+    return None if found is None else (str(found) or type(found).__name__).splitlines()[0]
+
+
+def _itself(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The out-of-memory error among an error and those before it."""
     for each in _chain(error, handled):
         is_by_type = isinstance(each, torch.OutOfMemoryError | MemoryError)
         if is_by_type or (isinstance(each, RuntimeError) and any(word in str(each) for word in _WORDS)):
-            return (str(each) or type(each).__name__).splitlines()[0]
+            return each
     return None
 
 
+def explain(error: BaseException, expected: Expected | None = None, *, first_node: int = 0) -> None:
+    """Add to an out-of-memory error what held the memory, and what to change; other errors stay as they are.
+
+    `expected` is what a plan predicted, `first_node` the number of the running step's first autograd node.
+    """
+    found = _itself(error, None)
+    if found is not None:
+        Explanation.of(found, first_node=first_node).added_to(error, expected)
+
+
+@contextmanager
+def explaining(expected: Expected | None) -> Iterator[None]:
+    """Explain out-of-memory errors that pass through."""
+    try:
+        yield
+    except Exception as error:
+        explain(error, expected)
+        raise
+
+
 Result = TypeVar("Result")
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +98,11 @@ class RanOut:
     """The innermost line outside of torch that the error came from: a file, a line and a function."""
     refused: str = ""
     """The error that an attempt with less raised; "" if memory ran out in it."""
+    explanation: Explanation | None = None
+
+    def explained(self, error: _Error, expected: Expected | None = None) -> _Error:
+        """An error that ends the attempts, with what held the memory in the last of them."""
+        return error if self.explanation is None else self.explanation.added_to(error, expected)
 
 
 def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
@@ -84,8 +118,9 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
         if message is None:
             raise
         place = _place(error.__traceback__)
+        explanation = Explanation.of(_itself(error, handled) or error)
         free_frames(error)
-    return RanOut(message, place)
+    return RanOut(message, place, explanation=explanation)
 
 
 def free_frames(error: BaseException) -> None:
@@ -125,6 +160,7 @@ def with_retries(
     device: torch.device,
     *,
     but: tuple[type[Exception], ...] = (),
+    expected: Expected | None = None,
 ) -> Result:
     """Run an attempt, and repeat it for as long as memory runs out in it.
 
@@ -136,6 +172,7 @@ def with_retries(
         recover: Called after each attempt that is to be repeated, once cached memory has been released.
         device: Where memory runs out.
         but: Errors that end the attempts.
+        expected: What a plan predicted, for the explanation of an error that ends the attempts.
 
     Returns:
         The result of the last attempt.
@@ -157,7 +194,11 @@ def with_retries(
             return found
         make_room(device)
         takes_less = ran_out is not None
-        recover(found, is_retry=takes_less)
+        try:
+            recover(found, is_retry=takes_less)
+        except BrimfulError as error:
+            found.explained(error, expected)
+            raise
         ran_out = found
 
 
@@ -180,7 +221,9 @@ def with_room(action: Callable[[], Result], *, during: str) -> Result:
         make_room(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
         found = unless_out_of_memory(action)
     if isinstance(found, RanOut):
-        raise OutOfMemoryError(f"memory ran out while {during}, twice in a row: {found.message}.")
+        raise found.explained(
+            OutOfMemoryError(f"memory ran out while {during}, twice in a row: {found.message}.")
+        )
     return found
 
 

@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from brimful.batches import layout_of
 from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.execution.executor import StepExecutor
+from brimful.execution.explained import Expected
 from brimful.execution.in_force import put_in_force
 from brimful.execution.label_watch import LabelWatch, Refuse
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.losses import counting_parts, loss_weights
-from brimful.execution.out_of_memory import RanOut
+from brimful.execution.out_of_memory import RanOut, explaining
 from brimful.execution.precision import device_of
 from brimful.execution.retries import Retries, is_one_of_several, smaller_micro_batch
-from brimful.execution.setup import set_up_allocator
+from brimful.execution.setup import limit_reserved, set_up_allocator
 from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
@@ -96,6 +97,8 @@ class PlannedStep:
             where one alone would raise.
         recover: Whether a step in which memory runs out is retried.
         planned: Sizes of the samples of the batch that was planned for; the first larger one gives a warning.
+        expected: What the plan predicted: its budget limits what torch may reserve on CUDA until `remove`, and
+            an out-of-memory error is compared with it.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class PlannedStep:
         check_labels: Refuse | None = None,
         recover: bool = True,
         planned: Sequence[SampleSize] = (),
+        expected: Expected | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(
@@ -138,8 +142,13 @@ class PlannedStep:
             job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
         )
         self._retries = Retries(
-            settings, device, Settings.describe, way_out="Plan for a smaller budget, or skip the batch."
+            settings,
+            device,
+            Settings.describe,
+            way_out="Plan for a smaller budget, or skip the batch.",
+            expected=expected,
         )
+        self._expected = expected
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._lengths = LengthWatch(planned, self._layout)
         refuse = None if is_one_of_several() else check_labels  # each rank has a batch of its own
@@ -152,6 +161,8 @@ class PlannedStep:
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
         self._changes = put_in_force(settings, model, optimizer)
+        if expected is not None:
+            self._changes.callback(limit_reserved(expected.reserved_limit_bytes, device))
 
     def __repr__(self) -> str:
         return f"PlannedStep({self.settings.describe()})"
@@ -197,7 +208,8 @@ class PlannedStep:
             warnings.warn(ignored, stacklevel=2)
         attempt = partial(self._transaction.run, partial(self._step, global_batch))
         if not self._recovers or is_one_of_several():
-            return attempt()
+            with explaining(self._expected):
+                return attempt()
         retries, before = self._retries, self.settings
         retries.recoveries = []
         outcome = retries.run(attempt, partial(self._divided_further, global_batch), self._check_unchanged)
@@ -250,7 +262,7 @@ class PlannedStep:
         return self._executor.loading()
 
     def remove(self) -> None:
-        """Restore the model's forward and memory format, and the optimizer's implementation.
+        """Restore the model's forward and memory format, the optimizer's implementation, and torch's limit.
 
         Calling it again does nothing.
         """

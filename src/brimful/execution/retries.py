@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 import torch
 
 from brimful.errors import OutOfMemoryError
+from brimful.execution.explained import Expected
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.results import Recovery
 from brimful.settings import Settings
@@ -36,6 +37,7 @@ class Retries(Generic[How]):
         during: What is attempted, for the record.
         step: Number of the running step, for the record; the caller advances it.
         way_out: What the user can do if nothing takes less; ends the error.
+        expected: What a plan predicted, for the explanation of an error.
         ends: Errors that end the attempts, even after memory ran out.
         on_recovery: Called with each record.
     """
@@ -49,6 +51,7 @@ class Retries(Generic[How]):
         during: str = "step",
         step: int = 1,
         way_out: str = "Plan for a smaller budget.",
+        expected: Expected | None = None,
         ends: tuple[type[Exception], ...] = (),
         on_recovery: Callable[[Recovery], object] = lambda _recovery: None,
     ) -> None:
@@ -58,6 +61,7 @@ class Retries(Generic[How]):
         self.recoveries: list[Recovery] = []
         self._device, self._describe, self._ends = device, describe, ends
         self._way_out, self._on_recovery = way_out, on_recovery
+        self._expected = expected
 
     def run(
         self,
@@ -99,7 +103,7 @@ class Retries(Generic[How]):
             self.record(f"{ran_out.message}; {refused}" if refused else ran_out.message, taken)
 
         try:
-            return with_retries(timed, recover, self._device, but=self._ends)
+            return with_retries(timed, recover, self._device, but=self._ends, expected=self._expected)
         except BaseException:
             self.how = before
             raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -110,6 +112,24 @@ def _allocator_settings() -> str:
         reported: str = torch._C._accelerator_getAllocatorSettings()
         return reported
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Limit what torch may reserve on a CUDA device; returns what restores the limit of before.
+
+    Past the limit torch raises an out-of-memory error, from which a step recovers, also where the driver would
+    use the host's memory, as on Windows and WSL. A lower limit of the user's stays. Other devices have none.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    reported = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # from torch 2.8 on
+    before = 1.0 if reported is None else float(reported(index))
+    fraction = limit_bytes / torch.cuda.get_device_properties(index).total_memory
+    if fraction >= before:
+        return lambda: None
+    torch.cuda.set_per_process_memory_fraction(fraction, index)
+    return partial(torch.cuda.set_per_process_memory_fraction, before, index)
 
 
 def device_name(device: torch.device) -> str:

@@ -128,10 +128,12 @@ class ResumableUpdate:
             "or a smaller budget."
         )
         if is_undone:
-            return torch.OutOfMemoryError(f"{what}: {ran_out.message}. Train {with_less}")
-        return PartialUpdateError(
-            f"{what}: {ran_out.message}. Some parameters are updated and others not. Resume from the last "
-            f"checkpoint, {with_less}"
+            return ran_out.explained(torch.OutOfMemoryError(f"{what}: {ran_out.message}. Train {with_less}"))
+        return ran_out.explained(
+            PartialUpdateError(
+                f"{what}: {ran_out.message}. Some parameters are updated and others not. Resume from the last "
+                f"checkpoint, {with_less}"
+            )
         )
 
     def _undo(self, before: StepWrites, copies: _Copies | None, error: BaseException) -> None:

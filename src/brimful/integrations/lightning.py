@@ -30,10 +30,12 @@ from torch.utils.data import DataLoader
 from brimful.api.plans import plan_of_trainer
 from brimful.batches import BatchLayout, layout_of
 from brimful.errors import InfeasibleError, UsageError
+from brimful.execution.explained import Expected
 from brimful.execution.in_force import Prepared
 from brimful.execution.length_watch import LengthWatch
 from brimful.execution.longest_batch import read_notes
 from brimful.execution.longest_data import longest_of_data
+from brimful.execution.out_of_memory import explaining
 from brimful.execution.random_state import RandomState
 from brimful.integrations.division import Division
 from brimful.integrations.lightning_step import DividedBatches
@@ -247,7 +249,13 @@ class PlanCallback(Callback):
         _check_samples(self.plan, trainer)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
         self._lengths = LengthWatch(self.plan.sample_sizes, BatchLayout(), advice=_LONGER)
-        self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
+        self._prepared = Prepared(
+            self.plan.settings,
+            pl_module,
+            optimizer,
+            watches=self._recovers,
+            expected=Expected.of(self.plan),
+        )
         self._changes.callback(self._prepared.remove)
         self._divide(trainer, pl_module, self._prepared)
 
@@ -286,8 +294,9 @@ class PlanCallback(Callback):
 
         def make_divided(kwargs: Any, *args: Any) -> Any:
             closure = make_closure(kwargs, *args)
-            run = partial(batches.run, closure, closure.closure, kwargs)
-            setattr(closure, "closure", partial(prepared.retry, run) if self._recovers else run)  # noqa: B010  # a method
+            run: Callable[[], Any] = partial(batches.run, closure, closure.closure, kwargs)
+            run = partial(prepared.retry, run) if self._recovers else explaining(Expected.of(self.plan))(run)
+            setattr(closure, "closure", run)  # noqa: B010  # a method
             return closure
 
         def clip_retried(*args: Any, **kwargs: Any) -> None:

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from brimful.capture.recording.lines import is_users_own, shown_file
-from brimful.doctor.names import locals_of
 from brimful.errors import BrimfulError, EquivalenceError, UsageError
 from brimful.execution.random_state import undisturbed
 from brimful.planner import Plan
 from brimful.profiling.named_device import resolve_device
 from brimful.requests import check_budget
+from brimful.torch_utils.held_names import locals_of
+from brimful.torch_utils.lines import is_users_own, shown_file
 from brimful.torch_utils.replaced import replace_attribute
 
 _HERE = "--budget plans a transformers.Trainer and a lightning.Trainer"

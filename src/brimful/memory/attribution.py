@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -325,10 +326,23 @@ def held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
 def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ...]:
     """Bytes that each module holds at a position, including its submodules."""
     trace = profile.trace
-    classes = dict(trace.module_classes)
+    held = (
+        (_owner(trace, trace.storages[index]), held_bytes)
+        for index, held_bytes in profile.held_bytes_at(position).items()
+    )
+    return shares_of_modules(held, dict(trace.module_classes))
+
+
+def shares_of_modules(
+    held_by: Iterable[tuple[str, int]], classes: Mapping[str, str]
+) -> tuple[ModuleShare, ...]:
+    """What modules hold, submodules included, in the order of the module tree.
+
+    `held_by` has paths of modules with bytes; a path "<…>" is outside of the model. `classes` has their names.
+    """
     held: dict[str, int] = {}
-    for index, held_bytes in profile.held_bytes_at(position).items():
-        for fqn in _paths_to(_owner(trace, trace.storages[index])):
+    for owner, held_bytes in held_by:
+        for fqn in _paths_to(owner):
             held[fqn] = held.get(fqn, 0) + held_bytes
     return tuple(
         ModuleShare(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from brimful.memory import HeldStorage, MemoryPrediction, ModuleShare
+from brimful.memory.at_error import MemoryAtError
 from brimful.prediction import Estimate
 from brimful.report.layout import Listing, Share
 from brimful.trace import Category, Phase
@@ -24,7 +25,7 @@ class PeakContents:
     modules: tuple[ModuleShare, ...]
 
 
-AtPeak = MemoryPrediction | Estimate | PeakContents
+AtPeak = MemoryPrediction | Estimate | PeakContents | MemoryAtError
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10

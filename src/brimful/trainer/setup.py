@@ -8,6 +8,7 @@ from functools import partial
 from brimful.batches import layout_of
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import UsageError
+from brimful.execution.explained import Expected
 from brimful.job import Data
 from brimful.results import DataLoading, EquivalenceReport
 from brimful.trainer.data.batches import (
@@ -125,6 +126,7 @@ def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
         shrink=MemoryFallback(config.job, config.plan, config.device),
         on_recovery=logger.add_recovery,
         store_fallback=partial(store_fallback, config, run.start),
+        expected=Expected.of(config.plan),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Unpack
 
@@ -12,9 +13,10 @@ from torch.optim import Optimizer
 from brimful.distributed.ranks import Ranks, check_ranks, current_rank, init_distributed, local_device
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.coupled_loss import check_coupled
+from brimful.execution.explained import Expected
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.execution.random_state import undisturbed
-from brimful.execution.setup import choose_device
+from brimful.execution.setup import choose_device, limit_reserved
 from brimful.execution.update_in_backward import clipped_in_backward
 from brimful.job import Job
 from brimful.options import takes_options
@@ -128,9 +130,12 @@ class Trainer:
             found = unless_out_of_memory(partial(self._fit, ranks))
         if isinstance(found, RanOut):
             make_room(self._config.device)
-            raise OutOfMemoryError(
-                f"memory ran out before the first step or after the last ({found.place}): {found.message}. "
-                "What was saved stays. Train where there is more memory, or a smaller model."
+            raise found.explained(
+                OutOfMemoryError(
+                    f"memory ran out before the first step or after the last ({found.place}): {found.message}. "
+                    "What was saved stays. Train where there is more memory, or a smaller model."
+                ),
+                Expected.of(self._config.plan),
             )
         return found
 
@@ -139,7 +144,10 @@ class Trainer:
         run = set_up_run(self._config, ranks)
         self._trained = run.state.model, run.state.optimizer
         self._stop = Stop()  # one that was requested before does not end this run
-        return Run(run, stop=self._stop, call=self._call_callbacks).train()
+        with ExitStack() as ends:
+            if (expected := Expected.of(self._config.plan)) is not None:
+                ends.callback(limit_reserved(expected.reserved_limit_bytes, run.state.device))
+            return Run(run, stop=self._stop, call=self._call_callbacks).train()
 
     def _call_callbacks(
         self, hook: Hook, record: StepRecord | EpochRecord | ValidationRecord | TrainingResult | None

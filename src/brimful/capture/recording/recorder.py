@@ -23,7 +23,6 @@ from brimful.capture.fakes.cache import OpResult
 from brimful.capture.fakes.outside import OutsideTensors, is_real
 from brimful.capture.recording.facts import StepFacts
 from brimful.capture.recording.ledger import StorageLedger
-from brimful.capture.recording.lines import calling_line
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.op_info import OpInfo, describe_op
 from brimful.capture.recording.op_log import OpLog
@@ -35,6 +34,7 @@ from brimful.capture.recording.update import Mark
 from brimful.capture.recording.value_reader import ValueReader
 from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
+from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Op, Phase
 

@@ -16,7 +16,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
+from brimful.execution.explained import Expected
 from brimful.execution.in_force import Prepared, unwrapped
+from brimful.execution.out_of_memory import explaining
 from brimful.integrations.transformers.batches import layout_of_trainer
 from brimful.integrations.transformers.coupling import why_not_divided
 from brimful.integrations.transformers.loss import DividedLoss
@@ -61,7 +63,7 @@ class AppliedPlan(TrainerCallback):
         self._recovery: TrainerRecovery | None = None
         self._in_training, self._until_removed = ExitStack(), ExitStack()
         if recovers and trainer.args.world_size == 1:
-            self._recovery = TrainerRecovery(trainer, size, self._division)
+            self._recovery = TrainerRecovery(trainer, size, self._division, Expected.of(plan))
             self._until_removed.callback(self._recovery.watch_evaluation())
         self._until_removed.callback(reduce_each_micro_batch(trainer))
         trainer.add_callback(self)
@@ -79,13 +81,21 @@ class AppliedPlan(TrainerCallback):
         _disable_cache(model, self._trainer)
         module, optimizer = trained_module(self._trainer, model), unwrapped(wrapper)
         with ExitStack() as changes:
-            changes.callback(Prepared(settings, module, optimizer, planned=self.plan.sample_sizes).remove)
+            prepared = Prepared(
+                settings,
+                module,
+                optimizer,
+                planned=self.plan.sample_sizes,
+                expected=Expected.of(self.plan),
+            )
+            changes.callback(prepared.remove)
             if self._recovery is not None:
                 changes.callback(self._recovery.begin(module, optimizer, wrapper))
             else:
                 own = self._trainer.training_step
                 train = partial(self._division.train, settings.micro_batch_size, own)
-                changes.callback(replace_attribute(self._trainer, "training_step", train))
+                explained = explaining(Expected.of(self.plan))(train)
+                changes.callback(replace_attribute(self._trainer, "training_step", explained))
             self._in_training = changes.pop_all()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

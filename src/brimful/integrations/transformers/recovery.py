@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from brimful.errors import OutOfMemoryError
+from brimful.execution.explained import Expected
 from brimful.execution.retries import Retries
 from brimful.execution.step_journal import StepJournal
 from brimful.integrations.transformers.batches import layout_of_trainer
@@ -38,10 +39,12 @@ from brimful.torch_utils.replaced import replace_attribute
 class TrainerRecovery:
     """Retries a trainer's training, evaluation and optimizer steps in which memory runs out, in one process."""
 
-    def __init__(self, trainer: Trainer, micro_batch_size: int, division: DividedLoss) -> None:
+    def __init__(
+        self, trainer: Trainer, micro_batch_size: int, division: DividedLoss, expected: Expected | None
+    ) -> None:
         self._trainer = trainer
         self._device = torch.device(trainer.args.device)
-        self._retries = Retries(micro_batch_size, self._device, "micro-batch {}".format)
+        self._retries = Retries(micro_batch_size, self._device, "micro-batch {}".format, expected=expected)
         self._layout = layout_of_trainer(trainer)
         self._count, self._division = items_counter(trainer, self._layout), division
         self._undivided = why_not_divided(trainer)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from brimful.errors import NonFiniteError, OutOfMemoryError, PartialUpdateError, SaveError, UsageError
+from brimful.execution.explained import Expected
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.results import StepRecord, StopReason
 from brimful.trainer.checkpointer import Checkpointer
@@ -43,6 +44,7 @@ class SaveOnError:
             return found
         make_room(self.config.device)
         ran_out = OutOfMemoryError(f"memory ran out outside of a step ({found.place}): {found.message}.")
+        found.explained(ran_out, Expected.of(self.config.plan))
         self._save_after(ran_out)
         raise ran_out
 

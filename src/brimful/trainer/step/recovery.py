@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 
 from brimful.errors import OutOfMemoryError, PartialUpdateError
+from brimful.execution.explained import Expected
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room
 from brimful.execution.retries import Retries, Shrink
 from brimful.optimizers import has_implementation
@@ -42,7 +43,7 @@ class OomRecovery(Retries[Settings]):
 
     The unit actions on the model are those of the settings in force. `shrink` finds smaller settings,
     `on_recovery` is called each time that memory ran out; `store_fallback` stores smaller settings for the next
-    launch.
+    launch. `expected` is what the plan predicted.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class OomRecovery(Retries[Settings]):
         shrink: Shrink[Settings],
         on_recovery: Callable[[Recovery], None],
         store_fallback: StoreFallback,
+        expected: Expected | None = None,
     ) -> None:
         self._state, self._shrink, self._store_fallback = state, shrink, store_fallback
         self.applied = apply_units(state.model, state.settings)
@@ -64,6 +66,7 @@ class OomRecovery(Retries[Settings]):
             Settings.describe,
             way_out="Train with a smaller global batch or model, an optimizer with less state, or another "
             "precision.",
+            expected=expected,
             ends=(NotFiniteStep,),
             on_recovery=on_recovery,
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from brimful.batches import layout_of
 from brimful.errors import PartialUpdateError
+from brimful.execution.explained import Expected
 from brimful.execution.hooks import StepHooks
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
 from brimful.execution.retries import Shrink
@@ -57,6 +58,7 @@ class StepRunner:
         on_recovery: Callable[[Recovery], None],
         corrects_batch_norm: bool = False,
         store_fallback: StoreFallback = lambda _after, _recovery: "",
+        expected: Expected | None = None,
     ) -> None:
         whole = state.settings.global_batch_size
         self._job = job
@@ -64,7 +66,11 @@ class StepRunner:
         self._state = state
         self._corrects_batch_norm = corrects_batch_norm
         self.recovery = OomRecovery(
-            state, shrink=shrink, on_recovery=on_recovery, store_fallback=store_fallback
+            state,
+            shrink=shrink,
+            on_recovery=on_recovery,
+            store_fallback=store_fallback,
+            expected=expected,
         )
         """Retries what ran out of memory."""
         self._transaction = StepTransaction(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.capture.recording.lines import is_users_own
 from brimful.settings import Precision
+from brimful.torch_utils.lines import is_users_own
 from brimful.torch_utils.replaced import replaced
 
 

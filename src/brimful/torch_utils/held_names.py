@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.capture.recording.lines import is_users_own, shown_file
-from brimful.doctor.graphs import ages_of
+from brimful.torch_utils.graphs import ages_of
+from brimful.torch_utils.lines import is_users_own, shown_file
 
 _MOST_ENTRIES = 10_000
 """Entries of containers that are looked at for each name. A choice: more take longer than the step."""
@@ -52,16 +52,26 @@ def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int]
     Parameters and gradients are not among it, nor tensors of the storages `own`. `first_node` is the number of
     the first autograd node of the step before this one.
     """
-    found: dict[str, Holding] = {}
+    return {
+        name: _holding(name, line, held, tensors, first_node)
+        for name, line, held, tensors in tensors_of_names(frame, own)
+    }
+
+
+def tensors_of_names(
+    frame: FrameType | None, own: Collection[int] = ()
+) -> Iterator[tuple[str, str, Any, list[Tensor]]]:
+    """Names that `held_by_names` looks at, each once, with the line that adds to it, its value and tensors."""
+    found = set[str]()
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users_own(file):
             for name, value in (*locals_of(frame).items(), *frame.f_globals.items()):
                 for shown, held, written in _of_name(name, value):
                     if shown not in found and (tensors := _tensors(held, own)):
-                        found[shown] = _holding(shown, _line(file, written), held, tensors, first_node)
+                        found.add(shown)
+                        yield shown, _line(file, written), held, tensors
         frame = frame.f_back
-    return found
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _OWN_FOLDER, _OWN_MODELS = f"{_PACKAGE}/", f"{_PACKAGE / 'models'}/"
 _CAPTURE_FILE = str(_PACKAGE / "capture" / "step.py")
 """Where capturing begins; callers of it are not part of the step."""

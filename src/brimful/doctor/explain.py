@@ -1,0 +1,78 @@
+"""An out-of-memory error, explained where it passes through.
+
+Private torch APIs used here: `torch.cuda.memory._record_memory_history`, `_dump_snapshot`,
+`torch._C._cuda_isHistoryEnabled`, `torch._C._autograd._get_sequence_nr` (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from brimful.execution.out_of_memory import explain, out_of_memory
+
+_MOST_EVENTS = 100_000
+"""Allocations that a snapshot keeps. A choice: some steps of a model."""
+
+
+class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a function, as torch.no_grad is
+    """Explain an out-of-memory error of any code, as a context or a decorator::
+
+        with bf.explain_out_of_memory():
+            train(model, loader)
+
+    The error is raised as it is, with notes, which its traceback shows: what was asked for and by which line,
+    what held the memory by category, module and line of code, what else is on the card, and what to change,
+    with what each change frees. Nothing is recorded before: live tensors are found when memory has run out, so
+    the code runs as it does without. `brimful run` records, and sees also what no Python object holds.
+
+    Args:
+        snapshot: A file to write when memory has run out on CUDA: https://pytorch.org/memory_viz opens it.
+            Torch then records each allocation with its lines, which takes some microseconds.
+    """
+
+    def __init__(self, *, snapshot: Path | str | None = None) -> None:
+        self._snapshot = None if snapshot is None else Path(snapshot)
+        self._ends = ExitStack()
+        self._step_began = 0
+        """Number of the first autograd node of the running step."""
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(snapshot=self._snapshot)
+
+    def __enter__(self) -> Self:
+        self._step_began = 0
+        self._ends.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        if self._snapshot is not None and torch.cuda.is_available() and not torch._C._cuda_isHistoryEnabled():
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
+            self._ends.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        with self._ends:
+            if error is not None and out_of_memory(error) is not None:
+                explain(error, first_node=self._step_began)
+                if self._snapshot is not None:
+                    error.add_note(_written_snapshot(self._snapshot))
+
+    def _after_step(self, _optimizer: Optimizer, _args: object, _named: object) -> None:
+        self._step_began = torch._C._autograd._get_sequence_nr()
+
+
+def _written_snapshot(path: Path) -> str:
+    """Write torch's record of the memory; returns where it is, or why there is none."""
+    if not torch.cuda.is_available():
+        return f"  snapshot: {path} was not written, as torch records none of a CPU's memory"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception as error:  # it must not replace the error that is explained
+        return f"  snapshot: {path} could not be written: {type(error).__name__}: {error}"
+    return f"  snapshot: {path}, which https://pytorch.org/memory_viz opens"
