@@ -129,6 +129,17 @@ def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     assert "watched" in watched.stderr
 
 
+def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
+    """A module of the script's folder breaks what the report calls, after the script."""
+    (folder / "breaking.py").write_text(
+        "import sys, train\nimport brimful.doctor.text as text\ntext.predict_memory = None\ntrain.main()\n",
+        encoding="utf-8",
+    )
+    watched = ran(folder, "-m", "brimful", "run", "breaking.py", "3")
+    assert watched.returncode == 3
+    assert "an error of brimful's own, please report it" in watched.stderr
+
+
 def test_there_is_no_such_script(tmp_path: Path) -> None:
     watched = ran(tmp_path, "-m", "brimful", "run", "none.py")
     assert watched.returncode == 2

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from brimful.cli.output import exit_script, report_errors, say
+from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError
 from brimful.utils.files import write_file
 
 if TYPE_CHECKING:
+    from brimful.doctor import Evidence
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
 
@@ -56,7 +58,7 @@ def run(
     planned does not train: it ends with exit status 1, or 2 where the trainer's options are why.
     """
     with report_errors(as_json=False):
-        from brimful.doctor import run_script, watched_document, watched_text
+        from brimful.doctor import run_script
 
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
@@ -64,9 +66,7 @@ def run(
         ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
         has_ended = within is not None and within.has_ended_script
         if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
-            say(watched_text(ran.evidence))
-            if file is not None:
-                _write(file, json.dumps(watched_document(ran.evidence), indent=2))
+            _show(ran.evidence, file)
     if ran.is_interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -87,9 +87,15 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _write(file: Path, text: str) -> None:
-    """Write what was seen; that it cannot be written leaves the script's exit status."""
+def _show(evidence: Evidence, file: Path | None) -> None:
+    """Show and write what was seen; that neither can be done leaves the script's exit status."""
+    from brimful.doctor import watched_document, watched_text
+
     try:
-        write_file(file, text)
+        say(watched_text(evidence))
+        if file is not None:
+            write_file(file, json.dumps(watched_document(evidence), indent=2))
     except SaveError as error:
         say(str(error))
+    except Exception as error:
+        say(f"{traceback_text(error)}the report ended by an error of brimful's own, please report it")
