@@ -1,4 +1,4 @@
-"""What is said of memory that ran out: what was asked for, what held the rest, what to change."""
+"""How an out-of-memory error is explained: what was asked for, what held the rest, what to change."""
 
 from __future__ import annotations
 
