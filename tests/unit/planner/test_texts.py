@@ -13,6 +13,7 @@ from torch import nn
 
 import brimful as bf
 from brimful.planner import Plan
+from brimful.planner.coupling import batch_norms_that
 
 GPU = "RTX 3090"
 
@@ -84,6 +85,11 @@ def test_no_alternative_takes_the_memory_and_time_of_the_plan_or_of_another(name
         held, seconds = other.predicted_peak_reserved_bytes, other.predicted_step_seconds
         assert not any(held == h and math.isclose(seconds, s, rel_tol=1e-9) for h, s in seen), other.label
         seen.append((held, seconds))
+
+
+def test_one_batch_norm_is_one_layer() -> None:
+    assert batch_norms_that("compute with all", ["a"]) == "1 BatchNorm layer computes with all"
+    assert batch_norms_that("compute with all", ["a", "b"]) == "2 BatchNorm layers compute with all"
 
 
 def test_every_alternative_is_predicted_within_the_budget(tmp_path: Path) -> None:
