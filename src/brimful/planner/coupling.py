@@ -15,13 +15,20 @@ def why_kept_whole(baseline: Trace) -> str:
     """Why a plan does not split the batch unless that is permitted: one or two clauses."""
     reasons = []
     if norms := baseline.batch_norm_modules:
-        reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
+        reasons.append(f"{batch_norms_that('compute with the whole of it', norms)} (first: {norms[0]!r})")
     if stateful := baseline.stateful_modules:
         reasons.append(
             "each forward updates state that the next one reads, which would change more often: "
             f"{listed(stateful)}"
         )
     return "; ".join(reasons)
+
+
+def batch_norms_that(do: str, norms: Sequence[str]) -> str:
+    """A clause on BatchNorm layers; `do` starts with the verb of several."""
+    verb, *rest = do.split(" ", 1)
+    subject = f"1 BatchNorm layer {verb}s" if len(norms) == 1 else f"{len(norms)} BatchNorm layers {verb}"
+    return " ".join([subject, *rest])
 
 
 def what_splitting_changes(
@@ -34,11 +41,9 @@ def what_splitting_changes(
     """
     steps = settings.gradient_accumulation_steps
     if batch_norms:
-        count = len(batch_norms)
-        layers = "1 BatchNorm layer normalises" if count == 1 else f"{count} BatchNorm layers normalise"
         yield (
-            f"{layers} over micro-batches of {settings.micro_batch_size}, not over the global batch, and "
-            f"running statistics are updated {steps} times a step"
+            f"{batch_norms_that('normalise', batch_norms)} over micro-batches of {settings.micro_batch_size}, "
+            f"not over the global batch, and running statistics are updated {steps} times a step"
         )
     if stateful:
         yield (

@@ -152,6 +152,22 @@ def test_two_changes_are_suggested_where_none_suffices() -> None:
     assert any("--recompute all" in each.flag for each in estimate.suggestions)
 
 
+def test_where_one_change_suffices_others_are_suggested_with_it() -> None:
+    """Only accumulation fits alone: logits take most, which recomputation and bf16 autocast keep."""
+    job = bf.find_architecture("gpt2", num_hidden_layers=3)
+    estimate = bf.estimate(job, GPU, micro_batch_size=4, budget="2.6GiB")
+    found = by_flag(estimate.suggestions)
+    accumulated = "--micro-batch-size 1 --gradient-accumulation-steps 4"
+    assert len(found) >= 3
+    assert accumulated in found
+    assert f"{accumulated} --recompute all" in found
+    for flag, each in found.items():
+        again = bf.estimate(job, GPU, budget="2.6GiB", **dict(asked_of_estimate(flag)))
+        assert again.settings == each.settings
+        assert again.verdict != "does not fit"
+        assert each.predicted_peak_device_bytes == pytest.approx(again.predicted_peak_device_bytes, rel=0.01)
+
+
 def asked_of_estimate(flag: str) -> Iterator[tuple[str, Any]]:
     words = iter(flag.split())
     for word in words:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import brimful as bf
 from brimful.planner import Plan
+from brimful.planner.coupling import batch_norms_that
 
 GPU = "RTX 3090"
 
@@ -82,3 +85,30 @@ def test_no_alternative_takes_the_memory_and_time_of_the_plan_or_of_another(name
         held, seconds = other.predicted_peak_reserved_bytes, other.predicted_step_seconds
         assert not any(held == h and math.isclose(seconds, s, rel_tol=1e-9) for h, s in seen), other.label
         seen.append((held, seconds))
+
+
+def test_one_batch_norm_is_one_layer() -> None:
+    assert batch_norms_that("compute with all", ["a"]) == "1 BatchNorm layer computes with all"
+    assert batch_norms_that("compute with all", ["a", "b"]) == "2 BatchNorm layers compute with all"
+
+
+def test_every_alternative_is_predicted_within_the_budget(tmp_path: Path) -> None:
+    """Splices expect more than the budget of one choice here, which is tried and not captured."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 96,
+        "intermediate_size": 200,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "vocab_size": 1003,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = bf.plan(bf.find_architecture(str(tmp_path)), "T4", global_batch_size=64, budget="190MiB")
+    context_bytes = plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+    assert len(plan.alternatives) > 1
+    for other in plan.alternatives:
+        assert other.predicted_peak_reserved_bytes + context_bytes <= plan.budget_bytes, other.label

@@ -82,7 +82,11 @@ def _searched(
     looked_at = (each.expected.get(budget_bytes) for each in candidates)
     searched = [
         *(_of_estimate(each, best, request) for each in found[1:]),
-        *(_expected(each, best) for each in looked_at if each is not None and each.settings not in known),
+        *(
+            _expected(each, best)
+            for each in looked_at
+            if each is not None and each.reserved_bytes <= budget_bytes and each.settings not in known
+        ),
     ]
     by_label = {each.label: each for each in sorted(searched, key=_seconds, reverse=True)}
     by_label.pop(best.settings.describe(), None)  # keeping everything is the same however units are divided

@@ -6,7 +6,7 @@ Start reading at `fastest_with`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -69,15 +69,21 @@ class Context:
 
 def fastest_with(change: Change, context: Context) -> Estimate | None:
     """The fastest step found with a change that is within the budget; None if there is none."""
+    return _found(change, context, lambda changed: changed.fastest())
+
+
+def accumulated_with(change: Change, context: Context) -> Estimate | None:
+    """The largest micro-batch below that of the choice that fits with a change; None if there is none."""
+    return _found(change, context, lambda changed: changed.accumulated())
+
+
+def _found(
+    change: Change, context: Context, find: Callable[[ChangedSteps], Estimate | None]
+) -> Estimate | None:
     if _floor_bytes(change, context) > context.request.reserved_budget_bytes:
         return None
     try:
-        changed = ChangedSteps(change, context)
-        if not context.searches:
-            return changed.recomputed() or changed.kept()
-        if changed.is_divided or (changed.nests and "precision" in change.settings):
-            return changed.as_chosen()
-        return changed.kept() or changed.searched() or (changed.as_chosen() if changed.nests else None)
+        return find(ChangedSteps(change, context))
     except (CaptureError, BatchError) as error:
         context.note_skipped(change, error)
     except UsageError:  # what is pinned may not go with it
@@ -117,6 +123,14 @@ class ChangedSteps:
         self._capture = _on_one_rank(capture) if is_replicated else capture
         self._scaled = RoughlyScaledTraces(self._capture)
 
+    def fastest(self) -> Estimate | None:
+        """The first that fits of what is kept, searched, and done to units by the choice."""
+        if not self._context.searches:
+            return self.recomputed() or self.kept()
+        if self.is_divided or (self.nests and "precision" in self._change.settings):
+            return self.as_chosen()
+        return self.kept() or self.searched() or (self.as_chosen() if self.nests else None)
+
     def kept(self) -> Estimate | None:
         """Everything kept at the largest micro-batch that fits, if it is as large as that of the choice."""
         if not self._change.takes_less or self._request.recompute is Action.RECOMPUTE:
@@ -124,18 +138,29 @@ class ChangedSteps:
         sizes = [size for size in self.sizes if size >= self._least_size]
         return self._largest_kept(sizes if self._context.searches else sizes[:1])
 
-    def kept_below(self, size: int) -> Estimate | None:
-        """Everything kept at the largest micro-batch below a size that fits."""
-        return self._largest_kept([each for each in self.sizes if each < size])
+    def accumulated(self) -> Estimate | None:
+        """The largest micro-batch below that of the choice that fits with the change."""
+        sizes = [each for each in self.sizes if each < self._chosen.micro_batch_size]
+        if sizes and self._recomputes:
+            self._base = replace(self._base, units=self._all_recomputed(sizes[-1]))
+        return self._largest_kept(sizes)
 
     def recomputed(self) -> Estimate | None:
         """Every unit recomputed at the micro-batch of the choice, if that is the change."""
-        recomputed_already = not self._context.searches and bool(self._chosen.units)
-        if not (self._change.recomputes_all or (recomputed_already and self._change.capture is not None)):
+        if not self._recomputes:
             return None
-        units = find_units(self._captured(self._least_size, ()))
-        found = self._estimate(self._captured(self._least_size, uniform_actions(units, Action.RECOMPUTE)))
+        found = self._estimate(self._captured(self._least_size, self._all_recomputed(self._least_size)))
         return found if self._context.is_safe(found) else None
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether every unit is recomputed: by the change, or by the choice in a changed model."""
+        recomputed_already = not self._context.searches and bool(self._chosen.units)
+        return self._change.recomputes_all or (recomputed_already and self._change.capture is not None)
+
+    def _all_recomputed(self, size: int) -> tuple[UnitAction, ...]:
+        like = self._context.baseline if self._change.capture is None else self._captured(size, ())
+        return uniform_actions(find_units(like), Action.RECOMPUTE)
 
     def searched(self) -> Estimate | None:
         """The fastest choice of actions for units, at the micro-batch of the choice and the next larger one."""

@@ -9,7 +9,7 @@ from brimful.cost import difference_interval
 from brimful.devices import torch_builds_note
 from brimful.job import DEFAULT_OPTIMIZER_NOTE
 from brimful.planner.candidate import Candidate
-from brimful.planner.coupling import listed, what_splitting_changes, why_kept_whole
+from brimful.planner.coupling import batch_norms_that, listed, what_splitting_changes, why_kept_whole
 from brimful.planner.explain.alternatives import least_device_bytes
 from brimful.planner.fastest import by_least_time
 from brimful.planner.headroom import exceedance_of
@@ -292,7 +292,7 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> I
         )
     if baseline.batch_norm_modules:
         yield (
-            f"{len(baseline.batch_norm_modules)} BatchNorm layers normalise over each rank's own samples, not "
+            f"{batch_norms_that('normalise', baseline.batch_norm_modules)} over each rank's own samples, not "
             "over the global batch. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) lets ranks share "
             "statistics; the first rank's running statistics are those kept."
         )

@@ -7,15 +7,14 @@ may find a faster way still. Start reading at `suggestions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations, islice
 from operator import attrgetter
 
 from brimful.cost import difference_interval
-from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import most_held_bytes
-from brimful.planner.explain.changed_steps import ChangedSteps, Context, fastest_with
+from brimful.planner.explain.changed_steps import Context, accumulated_with, fastest_with
 from brimful.planner.explain.changes import (
     LEAST_GAIN,
     Change,
@@ -36,6 +35,9 @@ from brimful.trace.units import find_units
 
 MOST_SUGGESTIONS = 5
 """Number of suggestions, at most."""
+
+LEAST_SUGGESTIONS = 3
+"""Number of suggestions to an estimate below which changes are tried together."""
 
 LEAST_GAIN_OF_MEMORY = 0.1
 """Fraction of the step time that unlimited memory must gain for changes to be tried that only take less. A
@@ -97,9 +99,9 @@ def what_would_fit(
     """
     context = Context(capture, request, baseline, smallest, notes=notes)
     changes = [*_changes(request, baseline, smallest.settings, takes_all=True), *others(baseline)]
-    found = _fitting(context, changes)
+    found = [*_suggested(context, _found(context, changes))]
     if not found:
-        found = _fitting(context, _pairs(changes))
+        found = [*_suggested(context, _found(context, _pairs(changes)))]
     return _first_of(found)
 
 
@@ -114,6 +116,7 @@ def what_an_estimate_lacks(
 ) -> tuple[Suggestion, ...]:
     """The changes with which a step that does not fit would, those that keep its results among them.
 
+    Where fewer than `LEAST_SUGGESTIONS` suffice, the others are tried together: with accumulation, in pairs.
     `trace` is of that step. The budget of the request is what it must fit, and its global batch that of a step.
     Why a change could not be tried is added to `notes`.
     """
@@ -133,21 +136,33 @@ def what_an_estimate_lacks(
         if each.keeps_ranks and each.takes_less and not each.splits_batch
     )
     changes = [*same, *of_settings, *others(trace)]
-    found = [*_accumulating(context), *_fitting(context, changes)]
-    return _first_of(found or _fitting(context, _pairs(changes)))
+    accumulation = _accumulation(context)
+    sufficient = [*_found(context, changes)]
+    found = [*_accumulated(context, [accumulation]), *_suggested(context, sufficient)]
+    suffice = {change.family or change.name for change, _ in sufficient}
+    lacking = [each for each in changes if (each.family or each.name) not in suffice]
+    pairs = _suggested(context, _found(context, _pairs(lacking)))
+    if not found:
+        found = [*pairs]
+    accumulated = _accumulated(context, (_together(accumulation, each) for each in lacking))
+    found += islice(chain(accumulated, pairs), max(0, LEAST_SUGGESTIONS - len(found)))
+    return _first_of(found)
 
 
-def _fitting(context: Context, changes: Iterable[Change]) -> list[Suggestion]:
-    """The changes with which a step fits."""
-    return [_suggestion(change, found, context.request, None) for change, found in _found(context, changes)]
+def _suggested(context: Context, found: Iterable[tuple[Change, Estimate]]) -> Iterator[Suggestion]:
+    return (_suggestion(change, predicted, context.request, None) for change, predicted in found)
 
 
-def _found(context: Context, changes: Iterable[Change]) -> Iterator[tuple[Change, Estimate]]:
-    """The changes with which a step fits, each with its fastest step."""
+def _found(
+    context: Context,
+    changes: Iterable[Change],
+    find: Callable[[Change, Context], Estimate | None] = fastest_with,
+) -> Iterator[tuple[Change, Estimate]]:
+    """The changes with which a step fits, each with the step that `find` finds."""
     families: set[str] = set()
     for change in changes:
         if change.family is None or change.family not in families:
-            found = fastest_with(change, context)
+            found = find(change, context)
             if found is not None:
                 families |= {change.family} if change.family else set()
                 yield change, found
@@ -161,27 +176,21 @@ _ACCUMULATION = Change(
 )
 
 
-def _accumulating(context: Context) -> Iterator[Suggestion]:
-    """The largest smaller micro-batch that fits, accumulated to the same step, where it may be split."""
+def _accumulation(context: Context) -> Change:
+    """Micro-batches of a step, which its size asks for."""
     is_coupled = context.request.keeps_batch_whole(context.baseline)
-    change = batch_norm_split(context.baseline) if is_coupled else _ACCUMULATION
-    size_now = context.chosen.settings.micro_batch_size
-    if size_now == 1:
-        return
-    try:
-        changed = ChangedSteps(change, context)
-        found = changed.kept_below(size_now) if len(changed.sizes) > 1 else None
-    except (CaptureError, BatchError) as error:
-        context.note_skipped(change, error)
-        return
-    except UsageError:
-        return
-    if found is not None:
+    return replace(batch_norm_split(context.baseline), option="", flag="") if is_coupled else _ACCUMULATION
+
+
+def _accumulated(context: Context, changes: Iterable[Change]) -> Iterator[Suggestion]:
+    """The largest smaller micro-batch that fits with each change, accumulated to the same step."""
+    for change, found in _found(context, changes, accumulated_with):
         size, steps = found.settings.micro_batch_size, found.settings.gradient_accumulation_steps
+        of_size = f"micro_batch_size={size}, gradient_accumulation_steps={steps}"
         yield replace(
             _suggestion(change, found, context.request, None),
-            option=f"micro_batch_size={size}, gradient_accumulation_steps={steps}",
-            flag=f"--micro-batch-size {size} --gradient-accumulation-steps {steps}",
+            option=", ".join(filter(None, (of_size, change.option))),
+            flag=f"--micro-batch-size {size} --gradient-accumulation-steps {steps} {change.flag}".rstrip(),
         )
 
 
@@ -195,20 +204,25 @@ def _pairs(changes: Sequence[Change]) -> Iterator[Change]:
         if together.get("precision") is Precision.FP16 and together.get("parallelism") is Parallelism.FSDP2:
             continue
         if is_of_one_job and first.settings.keys().isdisjoint(second.settings):
-            changed = of_job[0] if of_job else first
-            yield Change(
-                name=f"{first.name} and {second.name}",
-                effect=f"{first.effect}; {second.effect}",
-                option=f"{first.option}, {second.option}",
-                flag=f"{first.flag} {second.flag}",
-                settings=together,
-                capture=changed.capture,
-                splits_batch=first.splits_batch or second.splits_batch,
-                may_be_refused=first.may_be_refused or second.may_be_refused,
-                recomputes_all=first.recomputes_all or second.recomputes_all,
-                floor_bytes=changed.floor_bytes,
-                family=changed.family,
-            )
+            yield _together(first, second)
+
+
+def _together(first: Change, second: Change) -> Change:
+    """Two changes, at most one of which is of the job."""
+    changed = first if first.capture is not None else second
+    return Change(
+        name=f"{first.name} and {second.name}",
+        effect=f"{first.effect}; {second.effect}",
+        option=", ".join(filter(None, (first.option, second.option))),
+        flag=f"{first.flag} {second.flag}".strip(),
+        settings={**first.settings, **second.settings},
+        capture=changed.capture,
+        splits_batch=first.splits_batch or second.splits_batch,
+        may_be_refused=first.may_be_refused or second.may_be_refused,
+        recomputes_all=first.recomputes_all or second.recomputes_all,
+        floor_bytes=changed.floor_bytes,
+        family=changed.family,
+    )
 
 
 def _first_of(found: Sequence[Suggestion]) -> tuple[Suggestion, ...]:
