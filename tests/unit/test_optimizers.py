@@ -135,6 +135,14 @@ def test_an_unknown_name_says_the_nearest():
     assert "adamw" in caught.value.nearest
 
 
+def test_the_trainers_names_are_explained():
+    names = {each.value for each in pytest.importorskip("transformers.training_args").OptimizerNames}
+    assert len(names) > 30
+    for name in names - {*optimizer_names()}:
+        with pytest.raises(UnknownNameError, match=rf"Transformers' {name} is (adamw|read from a Trainer)"):
+            make_optimizer(job(), [matrix()], named(name))
+
+
 def test_adamw8bit_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     with pytest.raises(UsageError, match=r"pip install bitsandbytes.*'adafactor'"):

@@ -50,7 +50,7 @@ class NamedOptimizer:
 
     def __post_init__(self) -> None:
         if self.name not in _MAKERS:
-            raise UnknownNameError("optimizer", self.name, _MAKERS)
+            raise _unknown(self.name)
         for what, value in (("learning_rate", self.learning_rate), ("weight_decay", self.weight_decay)):
             if value is not None and not value >= 0:
                 raise UsageError(f"{what} is {value}; it must be at least 0.")
@@ -165,10 +165,37 @@ def _make(job: Job, parameters: list[nn.Parameter], model: nn.Module | None, nam
     if callable(chosen):
         return _make_own(chosen, trainable, model)
     if chosen not in _MAKERS:
-        raise UnknownNameError(
-            "optimizer", chosen, _MAKERS, hint="Any other can be given as Job(optimizer=lambda params: …)."
-        )
+        raise _unknown(chosen)
     return _MAKERS[chosen](trainable, model)
+
+
+def _unknown(name: str) -> UnknownNameError:
+    hint = "Any other can be given as Job(optimizer=lambda params: …)."
+    if (known := _NAMES_OF_TRAINERS.get(name)) is not None:
+        hint = f"Transformers' {name} is {known} here."
+    elif name.startswith(_TRAINERS_OWN):
+        hint = (
+            f"Transformers' {name} is read from a Trainer: brimful.integrations.transformers.plan(trainer), or "
+            "brimful run --budget. Elsewhere give it as Job(optimizer=lambda params: …)."
+        )
+    return UnknownNameError("optimizer", name, _MAKERS, hint=hint)
+
+
+_NAMES_OF_TRAINERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw with the implementation fused",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+}
+"""Values of `TrainingArguments.optim` (transformers 5.23: training_args.py) and their names here.
+
+Its sgd has no momentum and its adafactor is Transformers' own class; these names mean torch's here.
+"""
+_TRAINERS_OWN = (
+    *("paged_", "lion", "ademamix", "galore", "apollo", "lomo", "adalomo", "grokadamw", "schedule_free"),
+    *("adamw_torch_", "adamw_anyprecision", "rmsprop_bnb", "stable_adamw"),
+)
+"""Beginnings of others of them."""
 
 
 def _make_own(
