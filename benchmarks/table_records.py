@@ -204,6 +204,38 @@ def generation(result: Record) -> Record:
     return {"rows": rows, "summary": summary}
 
 
+def planted(result: Record) -> Record:
+    """Planted faults, with what names them."""
+    rows = [
+        {
+            "script": row["script"],
+            "fault": row["fault"],
+            "found_as": ", ".join(f"`{check}`" for check in row["checks"] if check in named) or "no",
+        }
+        for row in result["rows"]
+        if row["fault"]
+        for named in [{each["check"] for each in row["findings"]} if row["found"] else set()]
+    ]
+    return {"rows": rows}
+
+
+def public_runs(result: Record) -> Record:
+    """Public scripts that ran, with the checks that found something; those that are not true are marked."""
+    rows = [
+        row
+        | {
+            "found": ", ".join(
+                f"`{each['check']}`" + (" (not true)" if each["why_not_true"] else "")
+                for each in row["findings"]
+            )
+            or "–"
+        }
+        for row in result["rows"]
+        if row["runs"]
+    ]
+    return {"rows": rows}
+
+
 def cpu_zoo(result: Record) -> Record:
     """Architectures that are more than 1 % off."""
     rows = []
@@ -487,7 +519,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
-        *(guides, published_names, generation, permissions, permissions_cpu),
+        *(guides, published_names, generation, permissions, permissions_cpu, planted, public_runs),
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )
