@@ -430,8 +430,9 @@ def test_a_disabled_scaler_is_none(precision: Precision) -> None:
 
 def test_a_disabled_scaler_retries_no_step_of_fp16() -> None:
     loop = Scaled(enabled=False)
-    with pytest.raises(torch.OutOfMemoryError, match=r"memory\.$"):
+    with pytest.raises(torch.OutOfMemoryError) as error:
         loop.prepared(Precision.FP16).retry(loop.clip_at_second)
+    assert str(error.value).endswith("memory.")
 
 
 def test_a_step_that_the_scaler_skipped_is_not_run_again() -> None:
