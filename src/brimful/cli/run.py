@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,6 +70,10 @@ def run(
         if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
             _show(ran.evidence, file)
     if ran.is_interrupted:
+        atexit._run_exitfuncs()  # as Python does; the signal ends this process without
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise typer.Exit(ran.exit_status)

@@ -42,16 +42,26 @@ class Backwards:
         def noted(tensors: Any, *args: Any, **named: Any) -> None:
             if self._before():
                 retains = bool(named.get("retain_graph") or (args[1:2] or [False])[0])
-                self._note([*tensors_in(tensors)], retains_graph=retains)
+                with self._guarding():
+                    self._note([*tensors_in(tensors)], retains_graph=retains)
             backward(tensors, *args, **named)
 
         def noted_grad(outputs: Any, *args: Any, **named: Any) -> Any:
             if self._before():
-                self._reach(*reached_from(tensors_in(outputs)))
+                with self._guarding():
+                    self._reach(*reached_from(tensors_in(outputs)))
             return grad(outputs, *args, **named)
 
         with replaced(torch.autograd, "backward", noted), replaced(torch.autograd, "grad", noted_grad):
             yield
+
+    @contextmanager
+    def _guarding(self) -> Iterator[None]:
+        """Own errors end recording, not the run."""
+        try:
+            yield
+        except Exception as error:
+            self._ops.on_error(error)
 
     def stepping(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer steps parameters with the gradients that they have now."""

@@ -67,5 +67,9 @@ class FirstEvaluation:
         if not torch.is_grad_enabled():
             self._remove()
             return
-        found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes(tensors_in(output), parameters))
-        self._expected = found, weakref.ref(model)
+        try:
+            size_bytes = saved_bytes(tensors_in(output), parameters)
+        except Exception:  # of tensors without a storage: the evaluation is not looked at
+            self._remove()
+            return
+        self._expected = UnusedGraph(line=calling_line(), saved_bytes=size_bytes), weakref.ref(model)

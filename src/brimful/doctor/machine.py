@@ -120,11 +120,11 @@ def end_process(pid: int, machine: Machine, confirms: Callable[[Holder], bool]) 
         owner = holder.user or "a user who cannot be seen from here"
         why = "it is this one, or started it" if pid in _own_pids() else f"it is of {owner}"
         raise UsageError(f"process {pid} is not ended: {why}.")
-    process = psutil.Process(pid)
-    began = process.create_time()
-    if not confirms(holder):
-        return False
     with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        began = process.create_time()
+        if not confirms(holder):
+            return False
         if process.create_time() == began:  # or else another process has its number by now
             process.terminate()
             return _has_ended(process)
@@ -212,7 +212,7 @@ def _ask_smi(query: str) -> list[list[str]] | None:
 
 def _holders(held: Mapping[int, int | None]) -> tuple[Holder, ...]:
     # In a container the driver lists processes by the numbers of the host, which are of others here.
-    is_hidden = has_own_process_numbers() and os.getpid() not in held
+    is_hidden = has_own_process_numbers()
     found = [_holder(pid, size, is_hidden=is_hidden) for pid, size in held.items()]
     return tuple(sorted(found, key=lambda each: -(each.held_bytes or 0)))
 

@@ -16,6 +16,15 @@ class ShownWatch(Watch):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        try:
+            self._show()
+        except Exception as own:  # an error of the loop passes through
+            self.error = self.error or f"{type(own).__name__}: {own}"
+            print(
+                f"brimful: the report failed, please report it: {self.error}", file=BestEffortText(sys.stderr)
+            )
+
+    def _show(self) -> None:
         ipython = sys.modules.get("IPython")
         if ipython is not None and ipython.get_ipython() is not None:
             ipython.display.display(self)

@@ -338,7 +338,16 @@ class Watch:
             finally:
                 self._waited += time.perf_counter() - began
 
-        with replaced(_BaseDataLoaderIter, "__next__", timed):
+        begin: Callable[..., None] = _BaseDataLoaderIter.__init__
+
+        def begun(loader: Any, *args: Any, **named: Any) -> None:
+            self._profile.stop()  # workers would inherit it, and an epoch or an evaluation is no part of a step
+            begin(loader, *args, **named)
+
+        with (
+            replaced(_BaseDataLoaderIter, "__next__", timed),
+            replaced(_BaseDataLoaderIter, "__init__", begun),
+        ):
             yield
 
     # What optimizers do

@@ -17,7 +17,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from types import FrameType, TracebackType
 from typing import Any
@@ -29,10 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part, tensors_in
+from brimful.errors import SizeError
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.torch_utils.forward_lines import ForwardLines, Place
-from brimful.torch_utils.graphs import ages_of, nodes_of
+from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
 from brimful.torch_utils.lines import shown_file
 from brimful.torch_utils.module_names import plain_namer
@@ -41,8 +41,6 @@ from brimful.trace import Category, Phase
 from brimful.utils.quantities import parse_bytes
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-_SAVED = "_raw_saved_"
-_OF_FUNCTIONS = "_raw_saved_tensors"
 _VIEWS = frozenset(
     {
         *("View", "UnsafeView", "ReshapeAlias", "T", "Transpose", "Permute", "Expand", "Select", "Slice"),
@@ -69,14 +67,14 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
     """
     text = str(error) or message
     is_host = "alloc_cpu" in text or "DefaultCPUAllocator" in text or isinstance(error, MemoryError)
-    device = "cuda" if torch.cuda.is_initialized() and not is_host else "cpu"
+    device = _device_of(text, is_host=is_host)
     frames = list(_frames(error.__traceback__))
     objects = _Objects.alive().with_those_in_use_first(frames)
     seen = _Seen(device, objects, frames, first_node)
     held = seen.held()
     phase = _phase(frames)
     running = seen.running_node(frames) if phase is Phase.BACKWARD and frames else None
-    found_bytes = sum(each.held_bytes for each in held)
+    allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return MemoryAtError(
         message=message,
         requested_bytes=_size_after(text, r"[Tt]ried to allocate "),
@@ -86,9 +84,9 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         peak_phase=phase,
         held=held,
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
-        not_found_bytes=max(torch.cuda.memory_allocated() - found_bytes, 0) if device == "cuda" else 0,
+        not_found_bytes=max(allocated_bytes - sum(each.held_bytes for each in held), 0),
         unused_bytes=_size_after(text, r"allocated by PyTorch, (?:with .*? private pools.*?, )?and "),
-        free_bytes=psutil.virtual_memory().available if is_host else _size_after(text, r"of which "),
+        free_bytes=psutil.virtual_memory().available if is_host else _free_bytes(text, device),
         others=_others(text),
         reached_fraction=seen.reached_fraction(phase),
         largest_saved_bytes=max(
@@ -112,14 +110,46 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
 def _size_after(text: str, words: str) -> int | None:
     """The size that follows some words of a message; None if there is none, or it is nothing."""
     found = re.search(words + _SIZE, text) or re.search(words + r"([\d.]+ ?\w+)", text)
-    number = "" if found is None else found[1].replace(" bytes", "B")
-    return parse_bytes(number) if re.search(r"[1-9]", number) else None
+    return None if found is None else _bytes_of(found[1])
+
+
+def _bytes_of(text: str) -> int | None:
+    """The size in a text; None for nothing, and for what a driver that knows no size makes torch write."""
+    number = text.replace(" bytes", "B")
+    try:
+        return parse_bytes(number) if re.search(r"[1-9]", number) else None
+    except SizeError:
+        return None
+
+
+def _device_of(text: str, *, is_host: bool) -> torch.device:
+    """The device that a message is about."""
+    if is_host or not torch.cuda.is_initialized():
+        return torch.device("cpu")
+    named = re.search(r"\bGPU (\d+)\b", text)
+    return torch.device("cuda", torch.cuda.current_device() if named is None else int(named[1]))
+
+
+def _free_bytes(text: str, device: torch.device) -> int | None:
+    """Free memory of a GPU, as far as torch may reserve it."""
+    free = _size_after(text, r"of which ")
+    fraction_of = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # from torch 2.8 on
+    if free is None or fraction_of is None or device.type == "cpu":
+        return free
+    may_reserve = fraction_of(device) * torch.cuda.get_device_properties(device).total_memory
+    return min(free, max(int(may_reserve) - torch.cuda.memory_reserved(device), 0))
 
 
 def _others(text: str) -> tuple[tuple[int, int], ...]:
-    """Other processes on the card, as torch's message lists them."""
+    """Other processes on the card, as torch's message lists them.
+
+    Where it does not find this process among them, as in a container, the numbers are those of the host.
+    """
+    if "this process has" not in text:
+        return ()
     listed = re.findall(rf"Process (\d+) has {_SIZE} memory in use", text)
-    return tuple((int(number), parse_bytes(size)) for number, size in listed if int(number) != os.getpid())
+    sizes = ((int(number), _bytes_of(size)) for number, size in listed)
+    return tuple((number, size) for number, size in sizes if number != os.getpid() and size is not None)
 
 
 # Where it was
@@ -216,6 +246,10 @@ class _Objects:
         tensors, modules, optimizers = found[Tensor], found[nn.Module], found[Optimizer]
         modules = [each for each in modules if "_modules" in vars(each)]  # others are not built yet
         inner = {id(child) for each in modules for child in each._modules.values()}
+        optimizers.sort(
+            key=lambda each: hasattr(each, "optimizer"), reverse=True
+        )  # wrappers, of the same groups
+        optimizers = [*{id(each.param_groups): each for each in optimizers}.values()]
         return cls(tensors, [each for each in modules if id(each) not in inner], optimizers)
 
     def with_those_in_use_first(self, frames: _Frames) -> _Objects:
@@ -321,7 +355,7 @@ class _Node:
 class _Seen:
     """The live storages of a device, each with what it holds."""
 
-    def __init__(self, device: str, objects: _Objects, frames: _Frames, first_node: int) -> None:
+    def __init__(self, device: torch.device, objects: _Objects, frames: _Frames, first_node: int) -> None:
         self._device, self._objects, self._first_node = device, objects, first_node
         self._held: dict[int, HeldStorage] = {}
         self.names = _Names(objects.models)
@@ -356,7 +390,7 @@ class _Seen:
     def _storages(self, tensor: Tensor) -> Iterator[tuple[int, int]]:
         """The storages of a tensor on the device, each with its bytes."""
         for part in inner_tensors(own_part(tensor)):
-            is_there = part.device.type == self._device and part.layout is torch.strided
+            is_there = part.device == self._device and part.layout is torch.strided
             if is_there and not isinstance(part, FakeTensor) and not calls_ops_on_parts(type(part)):
                 storage = part.untyped_storage()
                 if size_bytes := storage.nbytes():
@@ -425,7 +459,9 @@ class _Seen:
             for group in optimizer.param_groups:
                 sizes = [size for each in group["params"] for _, size in self._storages(each)]
                 if not group.get("fused") and sizes and _states_of(optimizer):
-                    of_all = group.get("foreach") or (group.get("foreach") is None and self._device == "cuda")
+                    of_all = group.get("foreach") or (
+                        group.get("foreach") is None and self._device.type == "cuda"
+                    )
                     found = max(found, sum(sizes) if of_all else 2 * max(sizes))
         return found
 
@@ -447,7 +483,7 @@ class _Seen:
         ordered = sorted(
             (each for each in nodes if each.name() != _ACCUMULATE_GRAD), key=lambda node: node._sequence_nr()
         )
-        saved = [_saved_by(node) for node in ordered]
+        saved = [saved_by(node) for node in ordered]
         owners = [self._owner_of(node, found[0] or ()) for node, found in zip(ordered, saved, strict=True)]
         after = list(_last_known(reversed(owners)))[::-1]
         return [
@@ -610,40 +646,12 @@ def _states_of(optimizer: Optimizer) -> int:
     return int(any(group.get("momentum") for group in optimizer.param_groups))
 
 
-def _saved_by(node: Any) -> tuple[tuple[Tensor, ...] | None, bool]:
-    """The tensors that a node saves, None if backward has freed them; and whether it saves something else.
-
-    What hooks have packed, as checkpointing and offloading do, is not unpacked.
-    """
-    found, is_packed = list[Tensor](), False
-    for name in _saving(node.__class__):
-        try:
-            value = getattr(node, name)
-            raw = value if isinstance(value, tuple | list) else (value,)
-            if any(each.unpack_hook is not None for each in raw):
-                is_packed = True
-                found += [each.data for each in raw if isinstance(each.data, Tensor)]
-                continue
-            value = (
-                getattr(node, name.removeprefix("_raw"), None) if name != _OF_FUNCTIONS else node.saved_tensors
-            )
-        except RuntimeError:
-            return None, False
-        found += list(tensors_in(value))
-    return tuple(found), is_packed
-
-
 def _maker(tensor: Tensor) -> Any:
     """The node of the op that made the memory of a tensor."""
     node = tensor.grad_fn
     while node is not None and _kind(node) in _VIEWS:
         node = node.next_functions[0][0]
     return node
-
-
-@cache
-def _saving(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith(_SAVED))
 
 
 def _kind(node: Any) -> str:

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import nn
@@ -123,13 +122,32 @@ def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], objec
     if device.type != "cuda":
         return lambda: None
     index = torch.cuda.current_device() if device.index is None else device.index
-    reported = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # from torch 2.8 on
-    before = 1.0 if reported is None else float(reported(index))
-    fraction = limit_bytes / torch.cuda.get_device_properties(index).total_memory
-    if fraction >= before:
-        return lambda: None
-    torch.cuda.set_per_process_memory_fraction(fraction, index)
-    return partial(torch.cuda.set_per_process_memory_fraction, before, index)
+    limits = _limits.setdefault(index, {})
+    if not limits:
+        reported = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # from torch 2.8 on
+        limits[_USERS] = 1.0 if reported is None else float(reported(index))
+    own = object()
+    limits[own] = limit_bytes / torch.cuda.get_device_properties(index).total_memory
+    _set_limit(index)
+
+    def restore() -> None:
+        if limits.pop(own, None) is not None:
+            _set_limit(index)
+            if limits.keys() == {_USERS}:
+                limits.clear()
+
+    return restore
+
+
+_USERS = object()
+_limits: dict[int, dict[object, float]] = {}
+"""Limits in force by GPU: the user's own, and one of each plan. The last plan's counts: it is what trains."""
+
+
+def _set_limit(index: int) -> None:
+    limits = _limits[index]
+    last = next(reversed(limits.values()))
+    torch.cuda.set_per_process_memory_fraction(min(limits[_USERS], last), index)
 
 
 def device_name(device: torch.device) -> str:

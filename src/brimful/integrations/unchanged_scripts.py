@@ -166,8 +166,10 @@ class PlannedTrainers:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         """Say which lines plan a loop of the script's own, after its first step."""
-        first = optimizer.param_groups[0]["params"][0]
-        if self._has_stepped or self.plans or isinstance(first, FakeTensor):
+        if self._has_stepped or self.plans:
+            return
+        first = next((each for group in optimizer.param_groups for each in group["params"]), None)
+        if isinstance(first, FakeTensor):
             return
         self._has_stepped = True
         if self._device is not None:

@@ -1,14 +1,21 @@
-"""Autograd's graphs: their leaves, how old their nodes are, what they save."""
+"""Autograd's graphs: their leaves, how old their nodes are, what they save.
+
+Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Node._sequence_nr` (checked: torch
+2.13).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+_SAVED = "_raw_saved_"
+_OF_FUNCTIONS = "_raw_saved_tensors"
 MOST_NODES = 100_000
 """Nodes of a graph that are looked at. A choice: more take longer than a step."""
 _LAST_NUMBER = 2**63
@@ -64,18 +71,40 @@ def saved_bytes(outputs: Iterable[Any], beside: Iterable[Tensor]) -> int:
     known = {each.untyped_storage()._cdata for each in beside if each.layout is torch.strided}
     found: dict[int, int] = {}
     for node in nodes_of(outputs):
-        for tensor in _saved_by(node):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        for tensor in saved_by(node)[0] or ():
+            if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage.nbytes()
     return sum(size for address, size in found.items() if address not in known)
 
 
-def _saved_by(node: Any) -> Iterator[Any]:
-    for name in dir(node):
-        if name.startswith("_saved_") or name == "saved_tensors":
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # backward has freed it
+def saved_by(node: Any) -> tuple[tuple[Tensor, ...] | None, bool]:
+    """The tensors that a node saves, None if backward has freed them; and whether it saves something else.
+
+    What hooks have packed, as checkpointing and offloading do, is not unpacked: that would recompute it.
+    """
+    found, is_packed = list[Tensor](), False
+    for name in _saving(node.__class__):
+        try:
+            value = getattr(node, name)
+            raw = value if isinstance(value, tuple | list) else (value,)
+            if any(each.unpack_hook is not None for each in raw):
+                is_packed = True
+                found += [each.data for each in raw if isinstance(each.data, Tensor)]
                 continue
-            yield from value if isinstance(value, tuple) else (value,)
+            value = (
+                getattr(node, name.removeprefix("_raw"), None) if name != _OF_FUNCTIONS else node.saved_tensors
+            )
+        except RuntimeError:
+            return None, False
+        found += [
+            each
+            for each in (value if isinstance(value, tuple | list) else (value,))
+            if isinstance(each, Tensor)
+        ]
+    return tuple(found), is_packed
+
+
+@cache
+def _saving(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith(_SAVED))

@@ -162,8 +162,9 @@ def _is_state(value: Any) -> bool:
     """Whether a dict, or one in it, has weights by name, such as "layer.weight"."""
     if not isinstance(value, Mapping):
         return False
-    names = [str(key) for key, entry in value.items() if isinstance(entry, Tensor)]
-    return any(name.endswith(".weight") for name in names) or any(map(_is_state, value.values()))
+    dicts = (each for each in (value, *value.values()) if isinstance(each, Mapping))
+    entries = (entry for each in dicts for entry in each.items())
+    return any(str(key).endswith(".weight") and isinstance(entry, Tensor) for key, entry in entries)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 
 _PACKAGE = Path(__file__).parents[1]
-_OWN_FOLDER, _OWN_MODELS = f"{_PACKAGE}/", f"{_PACKAGE / 'models'}/"
+_OWN_FOLDER, _OWN_MODELS = f"{_PACKAGE.as_posix()}/", f"{(_PACKAGE / 'models').as_posix()}/"
 _CAPTURE_FILE = str(_PACKAGE / "capture" / "step.py")
 """Where capturing begins; callers of it are not part of the step."""
-_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
-_PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
+_TORCH_FOLDER = f"{Path(torch.__file__).parent.as_posix()}/"
+_PYTHON_FOLDER = f"{Path(contextlib.__file__).parent.as_posix()}/"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -39,7 +40,11 @@ def defining_line(function: Any) -> str:
 
 def is_users_own(file: str) -> bool:
     """Whether a source file is the user's: not of torch, Python, brimful or a package that is installed."""
-    return bool(shown_file(file)) and not any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
+    return bool(shown_file(file)) and not _is_installed(file.replace(os.sep, "/"))
+
+
+def _is_installed(file: str) -> bool:
+    return any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
 
 
 def raising_line(error: BaseException) -> str:
@@ -59,9 +64,10 @@ def raising_line(error: BaseException) -> str:
 @cache
 def shown_file(file: str) -> str:
     """A source file as people name it; "" for torch, Python and brimful but for the models it brings."""
-    is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
-    is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
-    if is_own or file.startswith(("<", _TORCH_FOLDER)) or (file.startswith(_PYTHON_FOLDER) and not is_package):
+    name = file.replace(os.sep, "/")
+    is_own = name.startswith(_OWN_FOLDER) and not name.startswith(_OWN_MODELS)
+    is_python = name.startswith(_PYTHON_FOLDER) and not _is_installed(name)
+    if is_own or is_python or name.startswith(("<", _TORCH_FOLDER)):
         return ""
     path, here = Path(file), Path.cwd()
     for folder in map(Path, sys.path):

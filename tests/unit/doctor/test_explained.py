@@ -315,14 +315,24 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_budget_limits_what_torch_reserves_until_it_is_removed(limits: list[float]) -> None:
     cuda = torch.device("cuda")
-    outer = setup.limit_reserved(8 * GIB, cuda)
-    inner = setup.limit_reserved(9 * GIB, cuda)  # a lower limit stays
-    assert limits == [1.0, 0.8]
-    inner()
-    outer()
-    assert limits == [1.0, 0.8, 1.0]
+    before = setup.limit_reserved(8 * GIB, cuda)
+    after = setup.limit_reserved(9 * GIB, cuda)  # the last plan trains
+    assert limits == [1.0, 0.8, 0.9]
+    before()
+    assert limits[-1] == 0.9
+    after()
+    after()
+    assert limits[-1] == 1.0
     setup.limit_reserved(GIB, torch.device("cpu"))()
-    assert limits == [1.0, 0.8, 1.0]
+    assert limits == [1.0, 0.8, 0.9, 0.9, 1.0]
+
+
+def test_a_lower_limit_of_the_users_stays(limits: list[float]) -> None:
+    limits.append(0.5)
+    remove = setup.limit_reserved(8 * GIB, torch.device("cuda"))
+    assert limits[-1] == 0.5
+    remove()
+    assert limits[-1] == 0.5
 
 
 def held(**changed: Any) -> MemoryAtError:

@@ -420,6 +420,40 @@ def test_a_second_forward_of_the_trained_model_is_found() -> None:
     assert (found.check, found.size_bytes) == ("graph-unused", 256 * (4 * WIDTH + WIDTH + 4) * 4)
 
 
+def test_an_evaluation_with_gradients_is_not_recomputed() -> None:
+    """What checkpointing packs is not unpacked, which would run the forward again for each saved tensor."""
+    model, calls = Net(), list[int]()
+    model.body.register_forward_hook(lambda *_: calls.append(1))
+    optimizer = sgd(model)
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = checkpoint(model, x, use_reentrant=False)
+            return scores
+
+    evaluated = Checkpointed()
+    evaluated.inner = model
+    with Watch(1) as watch:
+        for x, y in data(steps=2):
+            step(model, optimizer, x, y)
+        calls.clear()
+        kept = evaluated.eval()(torch.randn(4, WIDTH))
+    assert len(calls) == 1
+    assert kept.requires_grad
+    assert watch.evidence().error == ""
+
+
+def test_an_error_of_watching_ends_recording_and_not_the_run() -> None:
+    """Whether gradients are zero cannot be read on the meta device."""
+    with Watch() as watch, torch.device("meta"):
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    assert watch.error
+
+
 def test_a_model_without_units_is_reported() -> None:
     model = nn.LSTM(16, 16)
     with Watch() as watch:

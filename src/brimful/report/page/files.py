@@ -60,6 +60,13 @@ class _Saving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    op: str
+    line: str
+    requested_bytes: NonNegativeInt | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _WatchedFile:
     """What a page shows of the document of `brimful run --output`."""
 
@@ -76,6 +83,9 @@ class _WatchedFile:
     findings: tuple[_Finding, ...]
     savings: tuple[_Saving, ...] = ()
     timeline: tuple[Moment, ...] = ()
+    error: str = ""
+    compiled: str = ""
+    failed: _Failure | None = None
 
 
 def estimate_file_page(content: bytes, *, where: str) -> Page:
@@ -130,9 +140,20 @@ def watched_file_page(content: bytes, *, where: str) -> Page:
         *timeline_sections(found.timeline),
         *module_sections(found.modules, {}),
     ]
+    title = f"watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}"
+    if why := _why_partial(found):
+        return Page(title=title, sections=(Section(title="Recording", content=(Remark("note", why),)),))
     peak = "" if found.peak_bytes is None else f", {format_bytes(found.peak_bytes)} in tensors at the peak"
-    title = f"watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}{peak}"
-    return Page(title=title, sections=tuple(sections))
+    return Page(title=f"{title}{peak}", sections=tuple(sections))
+
+
+def _why_partial(found: _WatchedFile) -> str:
+    """Why recording ended before its time, so that the figures are not those of a step."""
+    if found.error:
+        return f"recording ended by an error of brimful's own, please report it: {found.error}"
+    if found.compiled:
+        return f"{found.compiled} calls compiled code, where recording ended; --eager runs it eagerly."
+    return ""
 
 
 def _findings(found: _WatchedFile) -> Iterator[Part]:
@@ -155,10 +176,14 @@ def _stake(finding: _Finding) -> str:
 
 
 def _peak(found: _WatchedFile) -> Iterator[Part]:
+    if (failed := found.failed) is not None:
+        asked = "memory" if failed.requested_bytes is None else f"{format_bytes(failed.requested_bytes)} more"
+        yield Row("out of memory", f"{failed.op} in {failed.line or 'the script'} asked for {asked}")
     if found.measured_peak_bytes is not None:
         yield Row("measured peak", f"{format_bytes(found.measured_peak_bytes)}, as torch counts")
-    if found.growth_bytes_per_step is not None:
-        yield Row("growth", f"{format_bytes(found.growth_bytes_per_step)} a step")
+    if (growth_bytes := found.growth_bytes_per_step) is not None:
+        text = f"{format_bytes(growth_bytes)} a step" if growth_bytes > 0 else "none from step to step"
+        yield Row("growth", text)
     if found.step_seconds is not None:
         yield Row("step", f"{format_seconds(found.step_seconds)}, unwatched")
     if found.peak_bytes is None or found.peak_phase is None:
