@@ -341,7 +341,7 @@ class Watch:
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
         def begun(loader: Any, *args: Any, **named: Any) -> None:
-            self._profile.stop()  # workers would inherit it, and an epoch or an evaluation is not part of a step
+            self._profile.stop()  # workers would inherit it; an evaluation is not part of a step
             begin(loader, *args, **named)
 
         with (
