@@ -140,7 +140,10 @@ def what_an_estimate_lacks(
     sufficient = [*_found(context, changes)]
     found = [*_accumulated(context, [accumulation]), *_suggested(context, sufficient)]
     suffice = {change.family or change.name for change, _ in sufficient}
-    lacking = [each for each in changes if (each.family or each.name) not in suffice]
+    refused = {note.partition(":")[0] for note in notes}
+    lacking = [
+        each for each in changes if (each.family or each.name) not in suffice and each.name not in refused
+    ]
     pairs = _suggested(context, _found(context, _pairs(lacking)))
     if not found:
         found = [*pairs]
