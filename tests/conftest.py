@@ -11,6 +11,10 @@ from unittest.mock import patch
 from zlib import crc32
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+settings.load_profile("untimed")
 
 SWEEP = 4
 """Of the cases of a sweep, one in this many runs without `--all-cases`: the first, and others by their names.
