@@ -40,6 +40,7 @@ job = bf.Job(
 def _in_a_directory_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "90")  # the width of what pages show
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "job", raising=False)
     with torch.random.fork_rng():
