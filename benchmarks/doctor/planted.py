@@ -333,7 +333,8 @@ def examined(script: str, fault: int | None) -> dict[str, Any]:
     document = watched_document(ran.evidence)
     named = [number for number, line in enumerate(text.splitlines(), 1) if planted and planted.line_of in line]
     findings = [
-        {key: each[key] for key in ("check", "line", "what", "size_bytes")} for each in document["findings"]
+        {key: each[key] for key in ("check", "what", "size_bytes")} | {"line": Path(each["line"]).name}
+        for each in document["findings"]
     ]
     right = [
         each
