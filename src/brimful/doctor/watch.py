@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 from msgspec import structs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -35,6 +35,7 @@ from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
+from brimful.optimizers import parameters_of
 from brimful.settings import Settings
 from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
@@ -372,7 +373,7 @@ class Watch:
             self._join_first_steps()
         self._optimizers[id(optimizer)] = optimizer
         ops.begin()
-        names, parameters = self._names, _parameters_of(optimizer)
+        names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
             name = names.get(id(parameter), "parameter")
             ops.mark(parameter, Category.PARAMETERS, name)
@@ -389,7 +390,7 @@ class Watch:
             return
         ops, names = self._ops, self._names
         ops.in_optimizer = False
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
                 name = names[id(parameter)]
                 self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
@@ -451,8 +452,8 @@ class Watch:
         self._graphs.clear()
 
     def _note_not_optimized(self) -> None:
-        known = {id(p) for each in self._made_optimizers for p in _parameters_of(each)}
-        known |= {id(p) for each in self._optimizers.values() for p in _parameters_of(each)}
+        known = {id(p) for each in self._made_optimizers for p in parameters_of(each)}
+        known |= {id(p) for each in self._optimizers.values() for p in parameters_of(each)}
         self._not_optimized = {
             ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
             for prefix, model in self._ops.modules.alive()
@@ -503,10 +504,6 @@ class Watch:
             for prefix, model in reversed(self._ops.modules.alive())
             for name, parameter in model.named_parameters()
         }
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:

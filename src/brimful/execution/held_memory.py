@@ -31,6 +31,7 @@ from brimful.batches import named_tensors, own_part, tensors_in
 from brimful.errors import SizeError
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
+from brimful.optimizers import parameters_of
 from brimful.torch_utils.forward_lines import ForwardLines, Place
 from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
@@ -273,7 +274,7 @@ class _Objects:
         optimizers = [
             each
             for each in self.optimizers
-            if any(id(parameter) in parameters for parameter in _parameters_of(each))
+            if any(id(parameter) in parameters for parameter in parameters_of(each))
         ]
         others = [each for each in self.models if each not in used]
         return _Objects(self.tensors, [*used, *others], optimizers if used else self.optimizers)
@@ -416,7 +417,7 @@ class _Seen:
             if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
                 self._take(tensor.grad, Category.GRADIENTS, name, module)
         for optimizer in self._objects.optimizers:
-            for parameter in _parameters_of(optimizer):
+            for parameter in parameters_of(optimizer):
                 self._take(parameter, Category.PARAMETERS, "parameter", None)
                 if parameter.grad is not None:
                     self._take(parameter.grad, Category.GRADIENTS, "parameter", None)
@@ -432,12 +433,12 @@ class _Seen:
         of_models = [each for each in self.names.parameters.values() if isinstance(each, nn.Parameter)]
         optimizers = self._objects.optimizers
         found = largest = 0
-        for parameter in [p for each in optimizers for p in _parameters_of(each)] if optimizers else of_models:
+        for parameter in [p for each in optimizers for p in parameters_of(each)] if optimizers else of_models:
             size_bytes = sum(size for _, size in self._storages(parameter)) if parameter.requires_grad else 0
             largest = max(largest, size_bytes)
             found += size_bytes if parameter.grad is None else 0
         for optimizer in optimizers:
-            without = [each for each in _parameters_of(optimizer) if not optimizer.state.get(each)]
+            without = [each for each in parameters_of(optimizer) if not optimizer.state.get(each)]
             found += sum(_states_of(optimizer) * size for each in without for _, size in self._storages(each))
         return found + largest
 
@@ -447,7 +448,7 @@ class _Seen:
         return any(
             _states_of(optimizer) and not optimizer.state.get(parameter)
             for optimizer in self._objects.optimizers
-            for parameter in _parameters_of(optimizer)
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None
         )
 
@@ -472,7 +473,7 @@ class _Seen:
             2 * size_bytes
             for optimizer in self._objects.optimizers
             if type(optimizer).__name__ in _ADAM
-            for parameter in _parameters_of(optimizer)
+            for parameter in parameters_of(optimizer)
             for _, size_bytes in self._storages(parameter)
         )
 
@@ -633,10 +634,6 @@ def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
 
 def _size(model: nn.Module) -> int:
     return sum(1 for _ in model.parameters())
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _states_of(optimizer: Optimizer) -> int:

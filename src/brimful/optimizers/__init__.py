@@ -39,7 +39,7 @@ from brimful.optimizers.implementations import (
     set_implementation,
 )
 from brimful.optimizers.muon import Muon
-from brimful.optimizers.ownership import check_parameters
+from brimful.optimizers.ownership import check_parameters, parameters_of
 from brimful.optimizers.predicted_8bit import is_of_bitsandbytes
 from brimful.optimizers.sparse import (
     SPARSE_ARGUMENT,
@@ -67,5 +67,6 @@ __all__ = [
     "make_optimizer",
     "named_optimizer",
     "optimizer_names",
+    "parameters_of",
     "set_implementation",
 ]

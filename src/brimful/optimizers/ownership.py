@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
 
 _MOST_SHAPES_NAMED = 3
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, job: str) -> None:
@@ -24,7 +29,7 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *
             "one: Job(optimizer=lambda parameters: torch.optim.AdamW(parameters))."
         )
     own = {id(parameter) for parameter in parameters}
-    updated = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    updated = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     others = [parameter for parameter in updated if id(parameter) not in own]
     if updated and not others:
         return
@@ -43,7 +48,7 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *
     )
 
 
-def _described(parameters: list[nn.Parameter]) -> str:
+def _described(parameters: list[Tensor]) -> str:
     named = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:_MOST_SHAPES_NAMED])
     shapes = f"{named}, …" if len(parameters) > _MOST_SHAPES_NAMED else named
     return f"{len(parameters)} parameter{'s' if len(parameters) > 1 else ''} of shape {shapes}"
