@@ -29,6 +29,9 @@ from brimful.trace import Category, Trace
 RANK = "r=16"
 """Adapters that are suggested. Source of the rank: peft's documentation of LoRA (0.21), its usual example."""
 
+PREFIX_OF_ADAPTED = "base_model.model."
+"""What paths of modules begin with in a model with adapters. Source: peft.PeftModel (0.21)."""
+
 _HALF_BYTES = 3
 """Bytes of a parameter above which most are float32."""
 
@@ -78,6 +81,7 @@ class JobChanges:
             flag=f"{flag} {size}" if has_option else by_hand,
             capture=_Lazy(lambda: CachedCapture(smaller.job, self._device, like=self._like)),
             may_be_refused=True,
+            keeps_state=True,
         )
 
     def _in_bf16(self, baseline: Trace) -> Change:
@@ -126,7 +130,9 @@ class JobChanges:
 
     def _adapted(self, dtype: str | None, quantize: str | None) -> CachedCapture:
         job = self._job if dtype is None else with_dtype(self._job, dtype)
-        return CachedCapture(with_adapters(job, RANK, quantize), self._device)
+        return CachedCapture(
+            with_adapters(job, RANK, quantize), self._device, like=self._like, prefix=PREFIX_OF_ADAPTED
+        )
 
 
 class _Lazy:

@@ -29,10 +29,16 @@ class CachedCapture:
     The captures follow the choice of kernels of `device`; they may be the same on the devices in `others`.
     `like` has captures of the same job on another device, in another precision or with other samples: blocks
     that repeat there are captured once here too, without a whole capture to check that, and updates are shared.
+    Paths of modules may begin with `prefix` here, and not there.
     """
 
     def __init__(
-        self, job: Job, device: Device, like: CachedCapture | None = None, others: Sequence[Device] = ()
+        self,
+        job: Job,
+        device: Device,
+        like: CachedCapture | None = None,
+        others: Sequence[Device] = (),
+        prefix: str = "",
     ) -> None:
         job = replace(job, loop=None)
         self._watched = watched = WatchedDevice(device, others)
@@ -45,7 +51,7 @@ class CachedCapture:
         )
         self._repeated = RepeatedBlocks(short)
         if like is not None:
-            self._repeated.learn_from(like._repeated)
+            self._repeated.learn_from(like._repeated, prefix)
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self.counts: Counter[str] = Counter()
         """How many captures were "short", "in two parts" or "whole"; a benchmark shows it."""

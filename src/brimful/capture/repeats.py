@@ -139,14 +139,16 @@ class RepeatedBlocks:
         self._rows: tuple[tuple[str, ...], ...] | None = None
         """Blocks that ran alike in the first capture; None before they are looked for."""
 
-    def learn_from(self, other: RepeatedBlocks) -> None:
+    def learn_from(self, other: RepeatedBlocks, prefix: str = "") -> None:
         """Take the rows that captures of the job on another device found, and the short captures that hold.
 
         `other` has the same short captures, on its device. Until it has looked for rows, nothing is taken.
+        `prefix` is what paths of modules begin with here, and not there.
         """
         if other._rows is not None:
             failed = len(self._captures) - len(other._captures)
-            self._rows, self._captures = other._rows, self._captures[failed:]
+            self._rows = tuple(tuple(f"{prefix}{fqn}" for fqn in row) for row in other._rows)
+            self._captures = self._captures[failed:]
 
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Take a whole capture to look for repeated blocks in, if it is the first that may show them."""

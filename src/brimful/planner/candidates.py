@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from brimful.cost import least_distinguished_seconds, least_host_update_seconds
-from brimful.errors import CaptureError, UsageError
+from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import most_held_bytes, pinned_host_bytes
 from brimful.planner.candidate import Candidate
 from brimful.planner.family import CandidateFamily
@@ -19,7 +20,7 @@ from brimful.planner.floor import bytes_of_update
 from brimful.planner.problem.logits import chunked_loss_of
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES
-from brimful.prediction.estimator import Capture
+from brimful.prediction.estimator import ROUGH_SIZES, Capture
 from brimful.settings import Parallelism, Settings
 from brimful.trace import Category, Trace
 from brimful.utils.quantities import format_bytes
@@ -123,6 +124,8 @@ class SearchSpace:
             try:
                 state_bytes = most_held_bytes(on_device, Category.OPTIMIZER_STATE)
                 self._check_room_on_host(state_bytes, "at least ")
+                if step := self._one_step(base):  # before the captures of a whole family
+                    self._check_update_on_host(step)
                 on_host = self._of_bases([base])
                 self._check_update_on_host(on_host[0].solutions.kept)
             except (CaptureError, UsageError) as error:
@@ -131,6 +134,13 @@ class SearchSpace:
                 found += on_host
         can_expand = any(each.settings.expandable_segments for each in candidates)
         return found + [each.with_expandable_segments() for each in found if can_expand]
+
+    def _one_step(self, base: Settings) -> Trace | None:
+        """A step under some settings, which `CandidateFamily` captures too; None if that fails."""
+        rough = replace(base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+        with suppress(BatchError, CaptureError, UsageError):
+            return self._capture(rough if len(self._sizes) > 1 else base)
+        return None
 
     def _check_update_on_host(self, kept: Trace) -> None:
         """Raise UsageError if no plan may choose the host for the optimizer of a capture."""

@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from brimful import find_architecture
+from brimful.api.job_changes import PREFIX_OF_ADAPTED
 from brimful.capture import capture_step
 from brimful.capture.cache import CachedCapture
 from brimful.capture.repeats import RepeatedBlocks, Shortening, rows_of_alike_blocks
 from brimful.capture.step import capture_short_step
 from brimful.devices import find_device
 from brimful.job import Job
+from brimful.models.variants import with_adapters
 from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from helpers.models import GPT, Block
@@ -185,6 +188,19 @@ def test_what_holds_for_samples_shortens_captures_of_shorter_ones(name: str) -> 
             trace = capture(PLAIN)
     assert capture.counts == {"short": 1}
     assert trace == capture_step(shorter, PLAIN, DEVICE, steps=1)
+
+
+def test_what_holds_for_a_model_shortens_captures_of_it_with_adapters() -> None:
+    options = {"num_hidden_layers": 8, "hidden_size": 256, "vocab_size": 100}
+    job = find_architecture("llama-3.2-1b", sequence_length=8, **options)
+    adapted = with_adapters(job, "r=2")
+    with CachedCapture(job, DEVICE) as found:
+        found(PLAIN)
+        found(replace(PLAIN, micro_batch_size=2))
+        with CachedCapture(adapted, DEVICE, like=found, prefix=PREFIX_OF_ADAPTED) as capture:
+            trace = capture(PLAIN)
+    assert capture.counts == {"short": 1}
+    assert trace == capture_step(adapted, PLAIN, DEVICE, steps=1)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.capture.cache import CachedCapture
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.execution.host_optimizer import BUCKET_BYTES
 from brimful.planner import Plan
+from brimful.prediction.estimator import ROUGH_SIZES
+from brimful.trace import Trace
 from brimful.utils.quantities import MIB
 
 WIDTH, LAYERS, VOCABULARY = 2048, 8, 32_000
@@ -113,6 +116,24 @@ def test_what_the_host_may_give_limits_it(smallest_on_device: int) -> None:
     assert tight(host_memory=state + 2 * BUCKET_BYTES).settings.offload_optimizer
     with pytest.raises(InfeasibleError, match="you asked for: no offload"):
         tight(offload_activations=False)
+
+
+def test_too_little_room_on_the_host_is_found_by_one_capture(
+    smallest_on_device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = []
+    of_cache = CachedCapture.__call__
+
+    def noting(capture: CachedCapture, settings: bf.Settings, steps: int = 1) -> Trace:
+        captured.append(settings)
+        return of_cache(capture, settings, steps)
+
+    monkeypatch.setattr(CachedCapture, "__call__", noting)
+    with pytest.raises(InfeasibleError, match="stays on the device"):
+        planned(smallest_on_device - PARAMETER_BYTES, host_memory=2 * PARAMETER_BYTES + MIB)
+    sizes = {each.micro_batch_size for each in captured if each.offload_optimizer}
+    assert ROUGH_SIZES[0] in sizes
+    assert ROUGH_SIZES[1] not in sizes
 
 
 def test_a_loss_over_a_vocabulary_is_chunked_beside_it() -> None:

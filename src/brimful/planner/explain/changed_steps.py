@@ -127,7 +127,7 @@ class ChangedSteps:
         """The first that fits of what is kept, searched, and done to units by the choice."""
         if not self._context.searches:
             return self.recomputed() or self.kept()
-        if self.is_divided or (self.nests and "precision" in self._change.settings):
+        if self.is_divided or (self.nests and self._change.keeps_state):
             return self.as_chosen()
         return self.kept() or self.searched() or (self.as_chosen() if self.nests else None)
 
@@ -184,11 +184,21 @@ class ChangedSteps:
         return None
 
     def as_chosen(self) -> Estimate | None:
-        """The actions of the choice, with the change, at the micro-batch of the choice."""
+        """The actions of the choice, with the change, at the micro-batch of the choice.
+
+        Nested units are recomputed by themselves, if that fits with the change.
+        """
         if self._chosen.micro_batch_size not in self.sizes:
             return None
-        found = self._estimate(self._captured(self._least_size, self._chosen.units))
-        return found if self._context.is_safe(found) else None
+        chosen = self._chosen.units
+        by_themselves = tuple(
+            replace(unit, action=Action.RECOMPUTE) if unit.action is Action.NEST else unit for unit in chosen
+        )
+        for units in dict.fromkeys((by_themselves, chosen)):
+            found = self._estimate(self._captured(self._least_size, units))
+            if self._context.is_safe(found):
+                return found
+        return None
 
     @property
     def is_divided(self) -> bool:

@@ -47,6 +47,8 @@ class Change:
     """Bytes that every step of the changed job holds; None if its settings show it."""
     may_be_refused: bool = False
     """Whether the model may not take the samples; then that its step cannot be captured is not noted."""
+    keeps_state: bool = False
+    """Whether parameters, gradients and optimizer state take as much as before."""
     family: str | None = None
     """Of the changes of one family, the first with which a step fits is suggested."""
 
@@ -99,6 +101,7 @@ def precision_changes(request: Request) -> Iterator[Change]:
             flag=f"--precision {precision}",
             settings={"precision": precision},
             takes_less=precision is not Precision.TF32,
+            keeps_state=True,
         )
 
 
