@@ -1,4 +1,4 @@
-"""The zoo's jobs, which have no planted fault, under `brimful.watch`: what is found in them, and whether it is true.
+"""Jobs of the zoo, in which no fault is planted, under `brimful.watch`: what is found, and whether it is true.
 
     python benchmarks/doctor/clean_jobs.py           # all
     python benchmarks/doctor/clean_jobs.py NAME ...  # some, not kept
