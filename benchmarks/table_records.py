@@ -219,6 +219,20 @@ def planted(result: Record) -> Record:
     return {"rows": rows}
 
 
+def public_runs(result: Record) -> Record:
+    """Watched public scripts, with the checks that found something."""
+    rows = [
+        row
+        | {
+            "results": "equal" if row["results_equal"] else "differ",
+            "found": ", ".join(f"`{each['check']}`" for each in row["findings"]) or "none",
+        }
+        for row in result["rows"]
+        if row["runs"]
+    ]
+    return {"rows": rows}
+
+
 def cpu_zoo(result: Record) -> Record:
     """Architectures that are more than 1 % off."""
     rows = []
@@ -502,7 +516,7 @@ COMPUTED: dict[str, Callable[[Record], Record]] = {
     each.__name__: each
     for each in (
         *(accuracy, gpu_steps, gpu_mechanisms, gpu_plans, gpu_truth, published, cpu_zoo, cpu_truth, job_zoo),
-        *(guides, published_names, generation, permissions, permissions_cpu, planted),
+        *(guides, published_names, generation, permissions, permissions_cpu, planted, public_runs),
         *(refused, walk, demo, step_time, gpu_time, gpu_classes, gpu_fractions, plan_measured, plan_simulated),
         *(plan_published, plan_time, estimate_speed, zero, faults, attack, silent_errors, public_scripts),
     )
