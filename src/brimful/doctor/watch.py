@@ -260,7 +260,8 @@ class Watch:
         if self._ends and id(model) not in self._models_in_steps:
             parameters = [each for each in model.parameters() if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
-            self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
+            if all(each.is_leaf for each in parameters):  # others are computed from the weights of a model
+                self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
         self._ops.begin()
@@ -441,9 +442,9 @@ class Watch:
         is_whole = len(nodes) < MOST_NODES
         used = []
         for each in self._graphs:
-            if not each.parameters.isdisjoint(leaves) and not (
-                is_whole and each.nodes and nodes.isdisjoint(each.nodes)
-            ):
+            # Parameters in a functional call may be no leaves.
+            by_nodes = is_whole and bool(each.nodes)
+            if not (nodes.isdisjoint(each.nodes) if by_nodes else leaves.isdisjoint(each.parameters)):
                 used.append(each)
             else:
                 (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found

@@ -420,6 +420,29 @@ def test_a_second_forward_of_the_trained_model_is_found() -> None:
     assert (found.check, found.size_bytes) == ("graph-unused", 256 * (4 * WIDTH + WIDTH + 4) * 4)
 
 
+@pytest.mark.parametrize("has_inner_step", [False, True])
+def test_weights_computed_from_those_of_the_model_train_it(has_inner_step: bool) -> None:
+    """Noise in the weights, or a step of an inner loop: the parameters of the call are no leaves."""
+    model = nn.Sequential(nn.Linear(WIDTH, 2048), nn.ReLU(), nn.Linear(2048, 4))
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for x, y in data(samples=32):
+            optimizer.zero_grad()
+            weights = dict(model.named_parameters())
+            changes = [torch.randn_like(each) for each in weights.values()]
+            if has_inner_step:
+                inner = functional.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
+                changes = [*torch.autograd.grad(inner, [*weights.values()], create_graph=True)]
+                del inner
+            changed = {
+                name: each - 0.01 * by for (name, each), by in zip(weights.items(), changes, strict=True)
+            }
+            functional.cross_entropy(torch.func.functional_call(model, changed, (x,)), y).backward()
+            optimizer.step()
+            del changes, changed
+    assert [each.check for each in findings(watch.evidence())] == []
+
+
 def test_an_evaluation_with_gradients_is_not_recomputed() -> None:
     """What checkpointing packs is not unpacked, which would run the forward again for each saved tensor."""
     model, calls = Net(), list[int]()
