@@ -27,6 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -66,6 +72,47 @@ def _words(folder: Path) -> None:
         (data / f"{name}.txt").write_text("".join(lines[:60]), encoding="utf-8")
 
 
+def _pictures(folder: Path) -> None:
+    """Random pictures of four classes, and a small U-Net's configuration."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("validation", 4)):
+        for kind in range(4):
+            place = folder / "pictures" / split / f"class{kind}"
+            place.mkdir(parents=True)
+            for number in range(count):
+                values = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+                Image.fromarray(values).save(place / f"{number}.png")
+    blocks = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}
+    blocks |= {"up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
+    sizes = {"sample_size": 32, "layers_per_block": 1, "block_out_channels": [32, 64], "norm_num_groups": 8}
+    unet = {"_class_name": "UNet2DModel", **sizes, **blocks}
+    (folder / "unet.json").write_text(json.dumps(unet))
+
+
+def _small_llama(folder: Path) -> None:
+    """A Llama with random weights over bytes, texts, and pairs of better and worse answers."""
+    bytes_ = {each: place for place, each in enumerate(["<s>", "</s>", *sorted(ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(BPE(bytes_, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    fast.save_pretrained(folder / "llama")
+    config = transformers.LlamaConfig(
+        vocab_size=len(bytes_), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
+    texts = [{"text": f"line {number} " * 8} for number in range(64)]
+    pairs = [
+        {"prompt": f"line {number}", "chosen": " good" * 4, "rejected": " bad" * 5} for number in range(64)
+    ]
+    for name, rows in (("texts", texts), ("pairs", pairs)):
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def _nothing(_folder: Path) -> None:
     pass
 
@@ -84,6 +131,12 @@ class Run:
         return f"{self.repository}/{self.script}"
 
 
+TIMM, DIFFUSERS = "huggingface/pytorch-image-models", "huggingface/diffusers"
+TRL, OF_LLAMA = (
+    "huggingface/trl",
+    "--model_name_or_path llama --max_steps 6 --per_device_train_batch_size 4 --output_dir made "
+    "--report_to none --use_cpu",
+)
 EXAMPLES, CPU = "pytorch/examples", "--epochs 1"
 BASICS, MIDDLE = "tutorials/01-basics", "tutorials/02-intermediate"
 RUNS = (
@@ -122,6 +175,26 @@ RUNS = (
     Run("yunjey/pytorch-tutorial", f"{MIDDLE}/bidirectional_recurrent_neural_network/main.py", "", _mnist),
     Run("Lightning-AI/pytorch-lightning", "examples/pytorch/bug_report/bug_report_model.py"),
     Run("Lightning-AI/pytorch-lightning", "examples/fabric/image_classifier/train_torch.py", CPU, _mnist),
+    Run(
+        TIMM,
+        "train.py",
+        "--data-dir pictures --model resnet18 --num-classes 4 --img-size 64 --epochs 1 -b 8 --workers 1 "
+        "--device cpu",
+        _pictures,
+    ),
+    Run(
+        DIFFUSERS,
+        "examples/unconditional_image_generation/train_unconditional.py",
+        "--train_data_dir pictures/train --model_config_name_or_path unet.json --resolution 32 "
+        "--train_batch_size 4 --num_epochs 1 --output_dir made --ddpm_num_steps 10 "
+        "--ddpm_num_inference_steps 2 --eval_batch_size 2 --use_ema",
+        _pictures,
+    ),
+    Run(TRL, "trl/scripts/sft.py", f"--dataset_name texts {OF_LLAMA}", _small_llama),
+    Run(TRL, "trl/scripts/sft.py", f"--dataset_name texts --use_peft {OF_LLAMA}", _small_llama),
+    Run(TRL, "trl/scripts/dpo.py", f"--dataset_name pairs {OF_LLAMA}", _small_llama),
+    Run(TRL, "trl/scripts/reward.py", f"--dataset_name pairs {OF_LLAMA}", _small_llama),
+    Run("huggingface/accelerate", "src/accelerate/test_utils/scripts/test_script.py"),
     Run("vwxyzjn/cleanrl", "cleanrl/ppo.py", "--total-timesteps 1024 --num-envs 2 --no-cuda"),
 )
 
@@ -184,6 +257,7 @@ def _once(run: Run, checkouts: Path, packages: Path, *, watch: bool) -> dict[str
             "OMP_NUM_THREADS": "1",
             "MPLBACKEND": "Agg",
             "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(Path(folder) / "cache"),
             "CUDA_VISIBLE_DEVICES": "",
         }
         began = time.perf_counter()

@@ -28,7 +28,7 @@ if "RESULTS_DIGEST" in os.environ:
         _steps.append(type(optimizer).__name__)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                _digest.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+                _digest.update(parameter.detach().reshape(-1).view(torch.uint8).numpy())
 
     def _write():
         Path(os.environ["RESULTS_DIGEST"]).write_text(f"{len(_steps)} {_digest.hexdigest()}", encoding="utf-8")

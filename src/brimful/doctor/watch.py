@@ -491,10 +491,17 @@ class Watch:
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
-        """Bytes of models that run in steps and that no backward has reached, by class."""
+        """Bytes of models that run in steps and that no backward has reached, by class.
+
+        Frozen parts of a model that is trained, which a recomputation may call by themselves, are none.
+        """
         found: dict[str, int] = {}
-        for name, size_bytes, parameters in self._models_in_steps.values():
-            if parameters and parameters.isdisjoint(self._backwards.ever_reached):
+        reached = self._backwards.ever_reached
+        models = self._models_in_steps.values()
+        trained = [parameters for _, _, parameters in models if not parameters.isdisjoint(reached)]
+        for name, size_bytes, parameters in models:
+            is_part = any(parameters <= each for each in trained)
+            if parameters and parameters.isdisjoint(reached) and not is_part:
                 found[name] = found.get(name, 0) + size_bytes
         return found
 

@@ -443,6 +443,21 @@ def test_weights_computed_from_those_of_the_model_train_it(has_inner_step: bool)
     assert [each.check for each in findings(watch.evidence())] == []
 
 
+def test_a_frozen_part_that_is_recomputed_is_no_model_of_its_own() -> None:
+    class Adapted(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.head(checkpoint(self.body, x.requires_grad_(), use_reentrant=False))
+            return scores
+
+    model = Adapted()
+    model.body.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.01)
+    with Watch() as watch:
+        for x, y in data(samples=8):
+            step(model, optimizer, x, y)
+    assert "untrained-model" not in {each.check for each in findings(watch.evidence())}
+
+
 def test_an_evaluation_with_gradients_is_not_recomputed() -> None:
     """What checkpointing packs is not unpacked, which would run the forward again for each saved tensor."""
     model, calls = Net(), list[int]()
