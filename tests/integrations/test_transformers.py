@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -23,6 +25,7 @@ from transformers import (
 import brimful as bf
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
+from brimful.execution import in_force
 from brimful.settings import Action, Settings, UnitAction
 from brimful.utils.quantities import format_bytes
 from helpers.faults import OutOfMemoryAt
@@ -251,6 +254,33 @@ def test_evaluation_survives_too(tmp_path: Path) -> None:
     assert found["eval_loss"] == pytest.approx(calm["eval_loss"], rel=1e-5)
     assert predicted.predictions.shape[0] == 10
     assert {each.during for each in applied.recoveries} == {"evaluation"}
+
+
+def test_a_run_that_raises_leaves_no_limit_and_no_action_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def limited(*_: object) -> Callable[[], None]:
+        limits.append("limited")
+        return limits.clear
+
+    monkeypatch.setattr(in_force, "limit_reserved", limited)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, *_args: Any, **_named: Any) -> None:
+            assert limits == ["limited"]
+            raise KeyError("mine")
+
+    own = trainer(tmp_path, callbacks=[Stops()])
+    applied = bft.apply(bft.plan(own, "cpu", budget="1GiB", recompute="all"), own, report=False)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            train(own)
+        assert limits == []
+        assert "forward" not in vars(own.model.transformer.h[0])
+    applied.remove()
+    assert "_inner_training_loop" not in vars(own)
 
 
 def test_without_recovery_the_error_is_raised(tmp_path: Path) -> None:

@@ -64,23 +64,42 @@ def _itself(error: BaseException, handled: BaseException | None) -> BaseExceptio
     return None
 
 
-def explain(error: BaseException, expected: Expected | None = None, *, first_node: int = 0) -> None:
+def explain(
+    error: BaseException,
+    expected: Expected | None = None,
+    *,
+    handled: BaseException | None = None,
+    first_node: int = 0,
+) -> BaseException | None:
     """Add to an out-of-memory error what held the memory, and what to change; other errors stay as they are.
 
-    `expected` is what a plan predicted, `first_node` the number of the running step's first autograd node.
+    An error that is raised from it gets the note. One that is raised while it is handled is another one and
+    stays as it is: its traceback shows the note where it shows the out-of-memory error.
+
+    Args:
+        error: Any error.
+        expected: What a plan predicted.
+        handled: As for `out_of_memory`.
+        first_node: Number of the running step's first autograd node.
     """
-    found = _itself(error, None)
-    if found is not None:
-        Explanation.of(found, first_node=first_node).added_to(error, expected)
+    found = _itself(error, handled)
+    if found is None:
+        return None
+    cause = error
+    while cause is not found and cause.__cause__ is not None:
+        cause = cause.__cause__
+    noted = error if cause is found else found
+    return Explanation.of(found, first_node=first_node).added_to(noted, expected)
 
 
 @contextmanager
 def explaining(expected: Expected | None) -> Iterator[None]:
     """Explain out-of-memory errors that pass through."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except Exception as error:
-        explain(error, expected)
+        explain(error, expected, handled=handled)
         raise
 
 
