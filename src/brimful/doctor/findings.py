@@ -500,7 +500,9 @@ def _is_float32_copy(op: Op) -> bool:
 def lengths_change(seen: Seen) -> Iterator[Finding]:
     """Inputs whose lengths change from step to step, which fragment the CUDA allocator's memory."""
     steps = len(seen.evidence.steps)
-    if seen.evidence.trace.device_kind == "cuda" and 2 < steps <= seen.evidence.input_shapes:
+    if seen.evidence.trace.device_kind != "cuda" or "expandable segments" in seen.evidence.flags:
+        return
+    if 2 < steps <= seen.evidence.input_shapes:
         yield Finding(
             what=f"inputs have {seen.evidence.input_shapes} shapes in {steps} steps: freed blocks do not fit",
             change="PYTORCH_ALLOC_CONF=expandable_segments:True, or batches of a few lengths",

@@ -40,6 +40,9 @@ SOURCE_CHECKS: list[SourceCheck] = []
 NOTES = frozenset({"waits-for-values"})
 """Checks whose findings are notes: they are true of most scripts, and seldom matter much."""
 
+NOT_CHECKED = "not-checked"
+"""Name of the finding of a script that cannot be checked."""
+
 _IGNORED = re.compile(r"#\s*brimful:\s*ignore\b(?:\[([\w\s,-]*)\])?")
 
 
@@ -62,9 +65,38 @@ _OTHERS_FOLDERS = ("__pycache__", "dist-packages", "node_modules", "site-package
 def check_sources(paths: Iterable[str]) -> dict[str, tuple[Finding, ...]]:
     """What is wrong with scripts, by path, and with all scripts in folders but hidden and installed ones.
 
-    FileFormatError for a file that cannot be read or is not Python, UsageError for a folder without scripts.
+    A script that cannot be checked has a finding that says why. FileFormatError for a named one that cannot be
+    read, UsageError for a folder without scripts.
     """
-    return {str(path): source_findings(_read(path)) for given in paths for path in _scripts(Path(given))}
+    return {
+        str(path): _checked(path, is_named=path == Path(given))
+        for given in paths
+        for path in _scripts(Path(given))
+    }
+
+
+def _checked(path: Path, *, is_named: bool) -> tuple[Finding, ...]:
+    number = 1
+    try:
+        content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escape sequences in the script
+            return source_findings(Source(str(path), importlib.util.decode_source(content)))
+    except FileFormatError as error:
+        if is_named:
+            raise
+        why = str(error).removesuffix(".")
+    except SyntaxError as error:
+        why, number = f"it is not Python: {error.msg}", error.lineno or 1
+    except (ValueError, RecursionError, MemoryError) as error:
+        why = f"it is not Python, or nested too deeply: {error}"
+    found = Finding(
+        what=f"the script cannot be checked: {one_line(why)}",
+        change="mend it, or name the other scripts",
+        line=f"{path}:{number}",
+        check=NOT_CHECKED,
+    )
+    return (found,)
 
 
 def _scripts(path: Path) -> list[Path]:
@@ -80,19 +112,6 @@ def _scripts(path: Path) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> Source:
-    content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escape sequences in the script
-            source = Source(str(path), importlib.util.decode_source(content))
-            source.tree  # noqa: B018  # parsed here, where its errors have the file's name
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise FileFormatError(f"the script {path} is not Python: {one_line(place)}.") from error
-    return source
-
-
 def source_findings(source: Source) -> tuple[Finding, ...]:
     """What is wrong with a script, by line; of a script without torch nothing.
 
@@ -100,10 +119,7 @@ def source_findings(source: Source) -> tuple[Finding, ...]:
     """
     if not source.imports_torch:
         return ()
-    try:
-        found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
-    except RecursionError as error:
-        raise FileFormatError(f"the script {source.name} is nested too deeply to be checked.") from error
+    found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
     lines = source.text.split("\n")
     kept = [each for each in found if not _is_ignored(each, lines[line_number(each) - 1])]
     return tuple(sorted(kept, key=lambda each: (line_number(each), each.check)))

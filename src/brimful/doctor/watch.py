@@ -35,6 +35,7 @@ from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
+from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
 from brimful.settings import Settings
 from brimful.torch_utils.graphs import MOST_NODES
@@ -415,7 +416,11 @@ class Watch:
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
         self._note_graphs()
         self._note_not_optimized()
-        flags = {"anomaly": torch.is_anomaly_enabled(), "cudnn.benchmark": torch.backends.cudnn.benchmark}
+        flags = {
+            "anomaly": torch.is_anomaly_enabled(),
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "expandable segments": expands_segments(),
+        }
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
         self._stepped.clear()
         self._backwards.end_step()

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part, tensors_in
 from brimful.errors import SizeError
+from brimful.execution.setup import expands_segments
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.optimizers import parameters_of
@@ -105,6 +106,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         kept_bytes=seen.kept_bytes,
         evaluates_with_gradients=phase is Phase.EVALUATION and _builds_graph(frames),
         is_checkpointed=seen.is_checkpointed,
+        expands_segments=expands_segments(),
     )
 
 

@@ -81,6 +81,9 @@ def explain(
         expected: What a plan predicted.
         handled: As for `out_of_memory`.
         first_node: Number of the running step's first autograd node.
+
+    Returns:
+        The error that has the note; None if memory did not run out.
     """
     found = _itself(error, handled)
     if found is None:

@@ -316,6 +316,24 @@ def test_the_message_of_cuda_says_what_is_unused_and_what_others_hold() -> None:
     assert any("process 4711" in each for each in said)
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_not_suggested_where_they_are_on(variable: str) -> None:
+    code = (
+        "import brimful as bf, torch\n"
+        f"message = {MESSAGE.format(own=1)!r}\n"
+        "with bf.explain_out_of_memory():\n    raise torch.OutOfMemoryError(message)\n"
+    )
+    found = {}
+    for setting in ("expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"):
+        environment = {**os.environ, variable: setting}
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "3.5 GiB reserved by torch, in pieces" in ran.stderr, ran.stderr
+        found[setting] = "expandable_segments:True: unused" in ran.stderr
+    assert list(found.values()) == [True, False]
+
+
 def test_a_snapshot_is_written_on_cuda_and_refused_in_words_elsewhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

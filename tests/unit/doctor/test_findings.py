@@ -548,3 +548,5 @@ def test_a_fault_of_a_gpu_is_found_where_it_is_planted(check: str, faulty: bool)
     evidence = watch.evidence()
     evidence = replace(evidence, trace=replace(evidence.trace, device_kind="cuda"))
     assert (check in {each.check for each in findings(evidence)}) == faulty
+    on = replace(evidence, flags=(*evidence.flags, "expandable segments"))
+    assert "lengths-change" not in {each.check for each in findings(on)}
