@@ -24,6 +24,8 @@ from transformers import (
 
 import brimful as bf
 import brimful.integrations.transformers as bft
+from brimful.doctor import Watch
+from brimful.doctor.findings import findings
 from brimful.errors import UsageError
 from brimful.execution import in_force
 from brimful.settings import Action, Settings, UnitAction
@@ -457,6 +459,22 @@ def test_what_evaluation_keeps_on_the_gpu_is_noted(
     (*_, last) = bft.plan(own, "RTX 3090", micro_batch_size=8).notes
     kept_bytes = 10 * LONGEST * VOCABULARY * 4
     assert (f"all 10 samples on the device, up to {format_bytes(kept_bytes)}" in last) is is_noted
+
+
+@pytest.mark.parametrize(("changes", "is_found"), [({}, True), ({"eval_accumulation_steps": 1}, False)])
+def test_a_watched_evaluation_that_keeps_all_logits_on_the_device_is_found(
+    tmp_path: Path, changes: dict[str, Any], is_found: bool
+) -> None:
+    own = trainer(tmp_path, per_device_eval_batch_size=1, **changes)
+    own.compute_metrics = lambda _: {}
+    with Watch() as watch:
+        train(own)
+        own.evaluate()
+    found = [each for each in findings(watch.evidence()) if each.check == "evaluation-gathered"]
+    assert [each.what.partition(" keeps")[0] for each in found] == ["all_preds.tensors"] * is_found
+    if found:
+        assert "test_transformers.py:" in found[0].line
+        assert found[0].size_bytes == pytest.approx(LONGEST * VOCABULARY * 4, rel=0.5)
 
 
 def test_a_trainer_without_samples_is_refused(tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ class UnusedGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """A name that holds results of more and more samples as an evaluation runs."""
+
+    name: str
+    line: str
+    growth_bytes: int
+    """Bytes that it holds more after each forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Memory ran out while a recorded op ran."""
 
@@ -98,6 +108,8 @@ class Evidence:
     """Parts of them in which the run waited for its DataLoader."""
     backwards: tuple[Backward, ...]
     evaluations: tuple[UnusedGraph, ...]
+    gathered: tuple[Gathered, ...]
+    """What the first evaluation gathers on the device."""
     trained_in_evaluation_mode: tuple[str, ...]
     """Lines that call a model in evaluation mode, of whose result backward runs."""
     unused_graphs: tuple[UnusedGraph, ...]
@@ -148,6 +160,7 @@ class Evidence:
             data_seconds_after=(),
             backwards=(),
             evaluations=(),
+            gathered=(),
             trained_in_evaluation_mode=(),
             unused_graphs=(),
             gradients_added=(),

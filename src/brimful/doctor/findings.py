@@ -26,6 +26,9 @@ from brimful.utils.quantities import MIB
 
 LARGE_FRACTION = 0.05
 """Fraction of the peak from which memory is worth a finding. A choice."""
+GATHERED_FRACTION = 0.001
+"""Fraction of the peak from which what an evaluation keeps of each forward is a finding. A choice: of 1,000
+forwards it takes as much as the peak."""
 LEAST_BYTES = MIB
 """Temporaries of an optimizer below which its step's peak is of no interest. A choice."""
 
@@ -220,6 +223,19 @@ def evaluation_with_gradients(seen: Seen) -> Iterator[Finding]:
                 change="run it under torch.no_grad() or torch.inference_mode()",
                 line=each.line,
                 size_bytes=each.saved_bytes,
+            )
+
+
+@check
+def evaluation_gathered(seen: Seen) -> Iterator[Finding]:
+    """An evaluation that keeps the results of all samples on the device."""
+    for each in seen.evidence.gathered:
+        if each.growth_bytes >= GATHERED_FRACTION * seen.peak_bytes:
+            yield Finding(
+                what=f"{each.name} keeps results of all samples on the device, so much more after each forward",
+                change="keep what the metric needs, or .cpu(); of a Trainer, set eval_accumulation_steps",
+                line=each.line,
+                size_bytes=each.growth_bytes,
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -137,6 +138,8 @@ class WatchedOps(TorchDispatchMode):
         self.failed = None
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -171,6 +174,9 @@ class WatchedOps(TorchDispatchMode):
         if any(map(calls_ops_on_parts, types)):
             return NotImplemented  # the ops on the parts come here again
         if self.is_paused or os.getpid() != self._process:  # a worker that reads data
+            return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # `Watch` stops before torch's own are compiled
+            self.on_error(NotImplementedError(f"the operator {func.name()} calls functions"))
             return func(*args, **kwargs)
         info = self._infos.get(func)
         if info is None:

@@ -117,7 +117,7 @@ def source_findings(source: Source) -> tuple[Finding, ...]:
 
     A comment "# brimful: ignore" or "# brimful: ignore[CHECK]" in the line suppresses a finding.
     """
-    if not source.imports_torch:
+    if not source.trains:
         return ()
     found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
     lines = source.text.split("\n")
@@ -261,6 +261,36 @@ def _has_backward(source: Source, loop: Loop) -> bool:
         source.is_in(each, loop) or (source.is_in(each, function) and source.loop_of(each) in around)
         for each in source.calls_of("backward", "grad", "jacobian", "manual_backward", "hessian", "vjp")
     )
+
+
+@source_check
+def evaluation_gathered(source: Source) -> Iterator[Finding]:
+    """A `Trainer` that keeps all logits of an evaluation on the device, for tokens or pixels."""
+    if any(word in source.text for word in _KEEP_LESS) or not _OF_TOKENS_OR_PIXELS.search(source.text):
+        return
+    metrics = [keyword(call, "compute_metrics") for call in source.calls if called(call).endswith("Trainer")]
+    if all(each is None or is_constant(each, None) for each in metrics):
+        return
+    for call in source.calls_of("TrainingArguments", "Seq2SeqTrainingArguments"):
+        given = {each.arg for each in call.keywords}
+        generates = is_constant(keyword(call, "predict_with_generate"), True)
+        if source.full_name(call.func).startswith("transformers.") and None not in given and not generates:
+            yield Finding(
+                what="evaluation keeps the logits of all samples on the device, for compute_metrics",
+                change="eval_accumulation_steps=1; or preprocess_logits_for_metrics that keeps .argmax(-1)",
+                line=source.line(call),
+            )
+
+
+_KEEP_LESS = (
+    "eval_accumulation_steps",
+    "preprocess_logits_for_metrics",
+    "prediction_loss_only",
+    "batch_eval_metrics",
+)
+_OF_TOKENS_OR_PIXELS = re.compile(
+    r"For(CausalLM|MaskedLM|Seq2SeqLM|ConditionalGeneration|\w*Segmentation)\b|LMHeadModel\b"
+)
 
 
 @source_check

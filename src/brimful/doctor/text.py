@@ -36,8 +36,9 @@ def watched_report(evidence: Evidence) -> Report:
         return Report(heading=heading, parts=(Remark("note", text),))
     if evidence.compiled:
         text = (
-            f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
-            "With --eager (in Python eager=True) it runs eagerly in the recorded steps, which rounds otherwise."
+            f"{evidence.compiled} calls compiled code, or an operator that torch compiles, such as torch.cond: "
+            "recording ended there, as it would change. With --eager (in Python eager=True) compiled code runs "
+            "eagerly in the recorded steps, which rounds otherwise; such operators do not."
         )
         return Report(heading=heading, parts=(Remark("note", text),))
     if not evidence.trace.events:

@@ -64,6 +64,11 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return Image.open(self.paths[index])
 """
+TRAINER = """
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+options = TrainingArguments("out", eval_strategy="epoch", eval_accumulation_steps=1)
+Trainer(model, options, train_dataset=texts, compute_metrics=accuracy).train()
+"""
 FAULTS: list[tuple[str, str, str, str]] = [
     # check, script without the fault, what is replaced, by what
     ("history-kept", CLEAN, "total += loss.detach()", "total += loss"),
@@ -130,6 +135,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "'sdpa'",
         "'eager'",
     ),
+    ("evaluation-gathered", TRAINER, ", eval_accumulation_steps=1", ""),
     ("data-parallel", CLEAN, "criterion =", "model = nn.DataParallel(model)\ncriterion ="),
     (
         "loaded-onto-the-device",
@@ -169,6 +175,22 @@ def test_a_planted_fault_is_found_and_nothing_without_it(check: str, clean: str,
 
 def test_every_check_has_a_planted_fault() -> None:
     assert {check_name(each) for each in SOURCE_CHECKS} == {fault[0] for fault in FAULTS}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("compute_metrics=accuracy", "compute_metrics=None"),
+        ("GPT2LMHeadModel", "BertForSequenceClassification"),
+        (', eval_strategy="epoch"', ", **options"),
+        (', eval_strategy="epoch"', ", predict_with_generate=True"),
+        ("compute_metrics", "preprocess_logits_for_metrics=best, compute_metrics"),
+    ],
+)
+def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> None:
+    faulty = TRAINER.replace(", eval_accumulation_steps=1", "")
+    assert old in faulty
+    assert found(faulty.replace(old, new)) == {}
 
 
 @pytest.mark.parametrize(("old", "new"), HARMLESS, ids=[new for _, new in HARMLESS])
