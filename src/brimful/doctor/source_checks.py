@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from brimful.codec import read_regular_file
-from brimful.doctor.findings import Finding
+from brimful.doctor.findings import Finding, known_fault
 from brimful.doctor.source import (
     Loop,
     Source,
@@ -149,11 +149,7 @@ def history_kept(source: Source) -> Iterator[Finding]:
                 continue
             name, value = added
             if has_graph_of(value, names) and _outlives(source, name, training):
-                yield Finding(
-                    what=f"{name} keeps the graphs of earlier steps, with all that they hold",
-                    change=f"add to {name} what has no graph: .detach(), or the number alone, .item()",
-                    line=source.line(node),
-                )
+                yield known_fault("history-kept", source.line(node), name=name)
 
 
 def _added(node: ast.AST) -> tuple[str, ast.expr] | None:
@@ -228,11 +224,7 @@ def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
         if _is_in_evaluation_mode(source, call, name) and not _has_backward(source, loop):
             found.setdefault(loop, call)
     for call in found.values():
-        yield Finding(
-            what="a forward in evaluation mode saves tensors for a backward that never runs",
-            change="run it under torch.no_grad() or torch.inference_mode()",
-            line=source.line(call),
-        )
+        yield known_fault("evaluation-with-gradients", source.line(call))
 
 
 def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
@@ -385,11 +377,7 @@ def gradients_added(source: Source) -> Iterator[Finding]:
         for name, call in _optimizer_calls(source, "step", training.loop):
             is_new = any(True for _ in source.bindings_in(name, training.loop))
             if _is_unconditional(source, call, training.loop) and not is_new:
-                yield Finding(
-                    what="gradients are added to those that the step before has used",
-                    change=f"call {name}.zero_grad() once for each optimizer step",
-                    line=source.line(call),
-                )
+                yield known_fault("gradients-added", source.line(call), name=name)
 
 
 @source_check
@@ -398,11 +386,7 @@ def gradients_lost(source: Source) -> Iterator[Finding]:
     for training, name, _ in _accumulations(source):
         for cleared, call in _optimizer_calls(source, "zero_grad", training.loop):
             if cleared == name and _is_unconditional(source, call, training.loop):
-                yield Finding(
-                    what="gradients of earlier micro-batches are cleared before the optimizer has used them",
-                    change="call zero_grad() once for each optimizer step, not for each micro-batch",
-                    line=source.line(call),
-                )
+                yield known_fault("gradients-lost", source.line(call))
 
 
 @source_check
@@ -541,11 +525,7 @@ def softmax_twice(source: Source) -> Iterator[Finding]:
         if not call.args or not {*makers} <= {"torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"}:
             continue
         if isinstance(call.func, ast.Name | ast.Attribute) and _is_softmax(source, call.args[0]):
-            yield Finding(
-                what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
-                change="omit the softmax in training",
-                line=source.line(call),
-            )
+            yield known_fault("softmax-twice", source.line(call))
 
 
 def _is_softmax(source: Source, value: ast.expr | None) -> bool:
@@ -688,11 +668,7 @@ def cache_flushed(source: Source) -> Iterator[Finding]:
             if not isinstance(node, ast.Call) or source.full_name(node.func) != "torch.cuda.empty_cache":
                 continue
             if _is_unconditional(source, node, training.loop):
-                yield Finding(
-                    what="empty_cache in each step frees nothing that torch could not use again, and waits",
-                    change="omit it",
-                    line=source.line(node),
-                )
+                yield known_fault("cache-flushed", source.line(node))
 
 
 @source_check
@@ -703,11 +679,7 @@ def anomaly_detection(source: Source) -> Iterator[Finding]:
         is_on = is_constant(asked, True) or (called(call) == "detect_anomaly" and not call.args + call.keywords)
         decided = any(isinstance(each, ast.If | ast.IfExp) for each in source.ancestors(call))
         if is_on and (not decided or _is_main(source, call)):
-            yield Finding(
-                what="anomaly detection checks every gradient and keeps stacks of the forward",
-                change="torch.autograd.set_detect_anomaly(False) once the fault is found",
-                line=source.line(call),
-            )
+            yield known_fault("anomaly-detection", source.line(call))
 
 
 def _is_main(source: Source, node: ast.AST) -> bool:
@@ -760,11 +732,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
         bound = {name_of(each).partition(".")[0] for each in getattr(parent, "targets", ())}
         is_wrapper = source.full_name(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
         if is_wrapper and bound & {name.partition(".")[0] for name in trained}:
-            yield Finding(
-                what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
-                change="DistributedDataParallel, one process for each GPU",
-                line=source.line(call),
-            )
+            yield known_fault("data-parallel", source.line(call))
 
 
 @source_check

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from traceback import clear_frames
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
@@ -116,11 +114,15 @@ class RanOut:
 
     message: str
     """Message of the error."""
-    place: str = ""
-    """The innermost line outside of torch that the error came from: a file, a line and a function."""
     refused: str = ""
     """The error that an attempt with less raised; "" if memory ran out in it."""
     explanation: Explanation | None = None
+
+    @property
+    def place(self) -> str:
+        """The line that asked for memory."""
+        found = None if self.explanation is None else self.explanation.found
+        return found.line if found is not None and found.line else "in brimful's own code"
 
     def explained(self, error: _Error, expected: Expected | None = None) -> _Error:
         """An error that ends the attempts, with what held the memory in the last of them."""
@@ -139,10 +141,9 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
         message = out_of_memory(error, handled)
         if message is None:
             raise
-        place = _place(error.__traceback__)
         explanation = Explanation.of(_itself(error, handled) or error)
         free_frames(error)
-    return RanOut(message, place, explanation=explanation)
+    return RanOut(message, explanation=explanation)
 
 
 def free_frames(error: BaseException) -> None:
@@ -261,18 +262,6 @@ def make_room(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _place(traceback: TracebackType | None) -> str:
-    """The innermost line of a traceback that is not torch's."""
-    place = ""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        path = Path(code.co_filename)
-        if "torch" not in path.parts:
-            place = f"{path.name}:{traceback.tb_lineno}, in {code.co_name}"
-        traceback = traceback.tb_next
-    return place
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
