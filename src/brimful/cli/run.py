@@ -57,8 +57,8 @@ def run(
     """Run a training script unchanged, and say what holds its memory and what is wrong with it.
 
     Its first optimizer steps are recorded, then it is left alone. Its output, results and exit status stay its
-    own; what was seen follows on standard error when it ends, of several ranks that of the first, and of others
-    that an error of their own ended. With --budget, a script whose trainer cannot be
+    own; what was seen follows on standard error when it ends. Of several ranks the first shows it, and those
+    that fail. With --budget, a script whose trainer cannot be
     planned does not train: it ends with exit status 1, or 2 where the trainer's options are why.
     """
     with report_errors(as_json=False):

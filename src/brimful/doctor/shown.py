@@ -61,8 +61,8 @@ def watch(steps: int = STEPS, *, eager: bool = False) -> ShownWatch:
                 ...
 
     When the context ends, also by an error, the report follows: in a notebook below the cell, elsewhere on
-    standard error. Of several ranks, the first one's follows, and those of others that an error of their own
-    ended. What the loop computes stays the same.
+    standard error. Of several ranks the first shows it, and those that fail. What the loop computes stays the
+    same.
 
     Args:
         steps: Optimizer steps that are recorded; as many are timed after them.

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
@@ -147,7 +147,9 @@ class Watch:
         stack.enter_context(self._ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
-        stack.enter_context(self._heeding_compilation())
+        stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
+        if self._eager:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
         self._ops.__enter__()
         self._is_recording = True
@@ -304,24 +306,15 @@ class Watch:
             self._ops.begin()
         return is_noted
 
-    @contextmanager
-    def _heeding_compilation(self) -> Iterator[None]:
-        """Run compiled code eagerly, or record no more when some is called."""
-        with ExitStack() as stack:
-            stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
-            if self._eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
-
     def _stop_before_compiled_code(self) -> None:
+        """Record no more, unless compiled code runs eagerly."""
         # Operators such as torch.cond compile themselves: eagerly, functions that they call get no gradients.
         runs_eagerly = self._eager and not getattr(_hop_utils, "_in_hop_compile", bool)()
         if self._is_recording and self.sees and not runs_eagerly:
             self._compiled = calling_line() or "the script"
             self._stop()
 
-    @contextmanager
-    def _noting_cache_flushes(self) -> Iterator[None]:
+    def _noting_cache_flushes(self) -> AbstractContextManager[None]:
         flush = torch.cuda.empty_cache
 
         def noted() -> None:
@@ -330,8 +323,7 @@ class Watch:
                 self._cache_flushes[line] = self._cache_flushes.get(line, 0) + 1
             flush()
 
-        with replaced(torch.cuda, "empty_cache", noted):
-            yield
+        return replaced(torch.cuda, "empty_cache", noted)
 
     @contextmanager
     def _timing_data(self) -> Iterator[None]:
@@ -359,16 +351,14 @@ class Watch:
 
     # What optimizers do
 
-    @contextmanager
-    def _noting_optimizers(self) -> Iterator[None]:
+    def _noting_optimizers(self) -> AbstractContextManager[None]:
         add: Callable[..., None] = Optimizer.add_param_group
 
         def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
             self._made_optimizers.add(optimizer)
             add(optimizer, *args, **named)
 
-        with replaced(Optimizer, "add_param_group", noted):
-            yield
+        return replaced(Optimizer, "add_param_group", noted)
 
     @_guarded
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:

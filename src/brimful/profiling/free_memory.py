@@ -88,17 +88,17 @@ def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
     with opened_gpu(device) as gpu:
         usage = None if gpu is None else _usage(gpu, device)
     if usage is None:
-        free_bytes, _total = torch.cuda.mem_get_info(device)
-        usage = _Usage(free_bytes, _reserved_and_context_bytes(device), ())
+        usage = torch.cuda.mem_get_info(device)[0], _reserved_and_context_bytes(device), []
+    free_bytes, own_bytes, holders = usage
     capacity_bytes = int(properties.total_memory)
-    reachable = min(usage.free_bytes + usage.own_bytes, capacity_bytes)
-    listed = sum(holder.held_bytes or 0 for holder in usage.holders)
+    reachable = min(free_bytes + own_bytes, capacity_bytes)
+    listed = sum(holder.held_bytes or 0 for holder in holders)
     return DeviceMemory(
         device=properties.name,
         capacity_bytes=capacity_bytes,
         available_bytes=max(reachable - own_tensor_bytes, 0),
         own_tensor_bytes=own_tensor_bytes,
-        holders=tuple(sorted(usage.holders, key=lambda holder: -(holder.held_bytes or 0))),
+        holders=tuple(sorted(holders, key=lambda holder: -(holder.held_bytes or 0))),
         unlisted_bytes=max(capacity_bytes - reachable - listed, 0),
     )
 
@@ -145,16 +145,8 @@ def explains_memory(memory: DeviceMemory | None) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    free_bytes: int
-    own_bytes: int
-    """What this process holds, and what its sibling ranks hold."""
-    holders: tuple[Holder, ...]
-
-
-def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
-    """Memory and processes of a GPU by NVML; None if it reports no memory, as where CPU and GPU share it."""
+def _usage(gpu: NvmlGpu, device: torch.device) -> tuple[int, int, list[Holder]] | None:
+    """Free bytes, those of this process and its sibling ranks, and other holders; None if NVML knows none."""
     memory = gpu.memory()
     if memory is None:
         return None
@@ -166,11 +158,9 @@ def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
     if not own_bytes and (is_listed or has_cache):
         own_bytes = _reserved_and_context_bytes(device)
     are_foreign = not is_listed and (has_cache or has_own_process_numbers())
-    return _Usage(
-        int(memory.free),
-        own_bytes,
-        tuple(Holder.of(pid, size, is_hidden=are_foreign) for pid, size in held.items() if pid not in own_pids),
-    )
+    others = {pid: size for pid, size in held.items() if pid not in own_pids}
+    holders = [Holder.of(pid, size, is_hidden=are_foreign) for pid, size in others.items()]
+    return int(memory.free), own_bytes, holders
 
 
 def _reserved_and_context_bytes(device: torch.device) -> int:
