@@ -70,6 +70,19 @@ def test_a_folder_of_scripts_is_checked(folder: Path) -> None:
     assert {*document["findings"][0]} == {"what", "change", "line", "size_bytes", "seconds", "check"}
 
 
+def test_a_broken_script_is_reported_and_the_others_are_checked(folder: Path) -> None:
+    (folder / "train.py").unlink()
+    (folder / "broken.py").write_text("import torch\nfor x in y\n")
+    done = brimful(folder, "doctor", ".", "--sarif", "found.sarif")
+    assert done.returncode == 1
+    assert done.stdout.startswith("broken.py:2: not-checked: the script cannot be checked: it is not Python: ")
+    assert done.stdout.endswith("1 finding in the text of 3 scripts\n")
+    (result,) = json.loads((folder / "found.sarif").read_text())["runs"][0]["results"]
+    assert result["ruleId"] == "not-checked"
+    (folder / "broken.py").unlink()
+    assert brimful(folder, "doctor", ".").returncode == 0
+
+
 def test_a_snapshot_is_explained(folder: Path) -> None:
     done = brimful(folder, "doctor", "memory.pickle", "--json")
     (device,) = json.loads(done.stdout)["devices"]

@@ -129,6 +129,30 @@ def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     assert "watched" in watched.stderr
 
 
+RANKS = [{"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"}, {"OMPI_COMM_WORLD_RANK": "1"}]
+
+
+@pytest.mark.parametrize("variables", RANKS, ids=["torchrun", "srun", "mpirun"])
+def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
+    folder: Path, variables: dict[str, str]
+) -> None:
+    text = SCRIPT.replace("import hashlib, sys", "import hashlib, sys\nimport brimful as bf")
+    text = text.replace("    for x, y in loader:", "    for x, y in loader:\n      with bf.watch():")
+    text = text.replace("    sys.exit(", "    if len(sys.argv) > 2: raise KeyError('mine')\n    sys.exit(")
+    (folder / "watches.py").write_text(text, encoding="utf-8")
+    (folder / "train.py").write_text(text.replace("with bf.watch():", "if True:"), encoding="utf-8")
+    first = {name: "0" if value == "1" else value for name, value in variables.items()}
+    command = ("-m", "brimful", "run", "--output", "seen.json")
+    assert "watched" not in ran(folder, *command, "train.py", **variables).stderr
+    assert "watched" not in ran(folder, "watches.py", **variables).stderr
+    assert not (folder / "seen.json").exists()
+    failed = ran(folder, *command, "train.py", "0", "fails", **variables)
+    assert ("watched 3" in failed.stderr, failed.returncode) == (True, 1)
+    assert not (folder / "seen.json").exists()  # which the first rank writes
+    assert "watched 3" in ran(folder, *command, "train.py", **first).stderr
+    assert (folder / "seen.json").exists()
+
+
 def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
     """A module of the script's folder breaks what the report calls, after the script."""
     (folder / "breaking.py").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,17 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
 
 import brimful as bf
 import brimful.integrations.transformers as bft
+from brimful.doctor import Watch
+from brimful.doctor.findings import findings
 from brimful.errors import UsageError
+from brimful.execution import in_force
 from brimful.settings import Action, Settings, UnitAction
 from brimful.utils.quantities import format_bytes
 from helpers.faults import OutOfMemoryAt
@@ -253,6 +258,33 @@ def test_evaluation_survives_too(tmp_path: Path) -> None:
     assert {each.during for each in applied.recoveries} == {"evaluation"}
 
 
+def test_a_run_that_raises_leaves_no_limit_and_no_action_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def limited(*_: object) -> Callable[[], None]:
+        limits.append("limited")
+        return limits.clear
+
+    monkeypatch.setattr(in_force, "limit_reserved", limited)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, *_args: Any, **_named: Any) -> None:
+            assert limits == ["limited"]
+            raise KeyError("mine")
+
+    own = trainer(tmp_path, callbacks=[Stops()])
+    applied = bft.apply(bft.plan(own, "cpu", budget="1GiB", recompute="all"), own, report=False)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            train(own)
+        assert limits == []
+        assert "forward" not in vars(own.model.transformer.h[0])
+    applied.remove()
+    assert "_inner_training_loop" not in vars(own)
+
+
 def test_without_recovery_the_error_is_raised(tmp_path: Path) -> None:
     own = trainer(tmp_path, callbacks=[During(1, fault := OutOfMemoryAt(5))])
     bft.apply(bft.plan(own, "cpu", budget="1GiB"), own, recover=False, report=False)
@@ -427,6 +459,22 @@ def test_what_evaluation_keeps_on_the_gpu_is_noted(
     (*_, last) = bft.plan(own, "RTX 3090", micro_batch_size=8).notes
     kept_bytes = 10 * LONGEST * VOCABULARY * 4
     assert (f"all 10 samples on the device, up to {format_bytes(kept_bytes)}" in last) is is_noted
+
+
+@pytest.mark.parametrize(("changes", "is_found"), [({}, True), ({"eval_accumulation_steps": 1}, False)])
+def test_a_watched_evaluation_that_keeps_all_logits_on_the_device_is_found(
+    tmp_path: Path, changes: dict[str, Any], is_found: bool
+) -> None:
+    own = trainer(tmp_path, per_device_eval_batch_size=1, **changes)
+    own.compute_metrics = lambda _: {}
+    with Watch() as watch:
+        train(own)
+        own.evaluate()
+    found = [each for each in findings(watch.evidence()) if each.check == "evaluation-gathered"]
+    assert [each.what.partition(" keeps")[0] for each in found] == ["all_preds.tensors"] * is_found
+    if found:
+        assert "test_transformers.py:" in found[0].line
+        assert found[0].size_bytes == pytest.approx(LONGEST * VOCABULARY * 4, rel=0.5)
 
 
 def test_a_trainer_without_samples_is_refused(tmp_path: Path) -> None:

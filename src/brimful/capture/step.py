@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.job import Batch, Job
 from brimful.settings import Settings
-from brimful.torch_utils.lines import raising_line
+from brimful.torch_utils.lines import innermost_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Guess, Trace, own_checkpoints
 from brimful.utils.gc_pause import without_garbage_collection
@@ -245,7 +246,7 @@ def _as_capture_error(job: Job, settings: Settings) -> Iterator[None]:
     except BrimfulError:
         raise
     except Exception as error:
-        line = raising_line(error)
+        line = innermost_line(walk_tb(error.__traceback__))
         raise CaptureError(
             f"one step of {job.name!r} cannot be run on fake tensors (micro_batch_size="
             f"{settings.micro_batch_size}): {type(error).__name__}: {error}{f' ({line})' if line else ''}. "

@@ -146,8 +146,9 @@ def _job(
 
 def _machine(kill: int | None, as_json: bool) -> bool:
     """Show this machine, or end a process of it; whether nothing is odd, or the process ended."""
-    from brimful.doctor.machine import Holder, end_process, this_machine
+    from brimful.doctor.machine import end_process, this_machine
     from brimful.doctor.machine_text import holder_text, machine_document, machine_text
+    from brimful.profiling.nvml import Holder
 
     machine = this_machine()
     if kill is None:

@@ -7,7 +7,6 @@ Ctrl-C, 143 after SIGTERM.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from brimful.cli.streams import check_result_is_written, keep_stdout_for_the_res
 from brimful.cli.tracebacks import job_exit, traceback_text
 from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 from brimful.utils.display import BestEffortText
+from brimful.utils.first_rank import is_first_rank
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -117,12 +117,7 @@ def _report(error: BrimfulError, as_json: bool) -> None:
 
 def _print_error(error: BaseException, as_json: bool) -> None:
     """Print an error as JSON, if asked for, on the first of several ranks alone: two documents are not one."""
-    if as_json and _is_first_rank():
+    if as_json and is_first_rank():
         from brimful.report import error_document
 
         print_result(json.dumps(error_document(error), indent=2))
-
-
-def _is_first_rank() -> bool:
-    """Whether this is the first rank, as a launcher says: known without torch, before ranks are connected."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") in ("", "0")

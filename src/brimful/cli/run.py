@@ -17,6 +17,7 @@ from brimful.cli.output import exit_script, report_errors, say
 from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError
 from brimful.utils.files import write_file
+from brimful.utils.first_rank import is_first_rank
 
 if TYPE_CHECKING:
     from brimful.doctor import Evidence
@@ -56,7 +57,8 @@ def run(
     """Run a training script unchanged, and say what holds its memory and what is wrong with it.
 
     Its first optimizer steps are recorded, then it is left alone. Its output, results and exit status stay its
-    own; what was seen follows on standard error when it ends. With --budget, a script whose trainer cannot be
+    own; what was seen follows on standard error when it ends. Of several ranks the first shows it, and those
+    that fail. With --budget, a script whose trainer cannot be
     planned does not train: it ends with exit status 1, or 2 where the trainer's options are why.
     """
     with report_errors(as_json=False):
@@ -67,8 +69,8 @@ def run(
         within = _planned_trainers(budget, device) if budget or device else None
         ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
         has_ended = within is not None and within.has_ended_script
-        if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
-            _show(ran.evidence, file)
+        if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
+            _show(ran.evidence, file if is_first_rank() else None)
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -83,14 +85,10 @@ def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
     def say_once(text: str) -> None:
-        if _is_first_rank():
+        if is_first_rank():
             say(text)
 
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _show(evidence: Evidence, file: Path | None) -> None:

@@ -22,6 +22,7 @@ from brimful.errors import TrainingError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch
 from brimful.torch_utils.wrapper_tensors import inner_tensors
+from brimful.utils.first_rank import is_first_rank
 
 T = TypeVar("T")
 
@@ -161,6 +162,16 @@ def current_rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return _number("RANK", 0) if ranks_launched() > 1 else 0
+
+
+def shows_report(error: BaseException | None) -> bool:
+    """Whether this process shows what all ranks could show: the first rank, and one with an error of its own.
+
+    `error` is what ended the run here. What torch raises where another rank has gone is not this one's.
+    """
+    is_first = dist.get_rank() == 0 if dist.is_available() and dist.is_initialized() else is_first_rank()
+    others = (SystemExit, KeyboardInterrupt, getattr(dist, "DistError", SystemExit))
+    return is_first or (error is not None and not isinstance(error, others))
 
 
 def local_device(device: torch.device) -> torch.device:

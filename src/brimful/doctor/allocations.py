@@ -104,12 +104,13 @@ def _device_use(snapshot: Snapshot, device: int) -> DeviceUse:
     partly = [segment for segment in segments if any(block.state != "inactive" for block in segment.blocks)]
     free = [block.size for segment in partly for block in segment.blocks if block.state == "inactive"]
     history = _History(trace, live, lines)
+    expands = snapshot.allocator_settings.expandable_segments or any(each.is_expandable for each in segments)
     reserved_bytes = sum(segment.total_size for segment in segments)
     late_bytes = sum(block.size for block in blocks if block.state.startswith(("active_aw", "active_pe")))
     free_inside_bytes = sum(free)
     found = [
         *history.growths(),
-        *_fragmented(segments, free, reserved_bytes, history.ran_out),
+        *(() if expands else _fragmented(segments, free, reserved_bytes, history.ran_out)),
         *_late(late_bytes, reserved_bytes),
     ]
     return DeviceUse(
@@ -232,7 +233,7 @@ def _fragmented(
     size_bytes = sum(free)
     refused = any(max(free, default=0) < each.asked_bytes <= size_bytes for each in ran_out)
     is_much = size_bytes >= FRAGMENTED_FRACTION * reserved_bytes and size_bytes >= _LARGE_SEGMENT_BYTES
-    if any(segment.is_expandable for segment in segments) or not (is_much or refused):
+    if not (is_much or refused):
         return
     sizes = sorted(each.total_size for each in segments if each.total_size > _LARGE_SEGMENT_BYTES)
     middle = median(sizes) if sizes else 0

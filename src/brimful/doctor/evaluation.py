@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from traceback import walk_stack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,21 +17,30 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.batches import tensors_in
-from brimful.doctor.evidence import UnusedGraph
+from brimful.doctor.evidence import Gathered, UnusedGraph
 from brimful.torch_utils.graphs import saved_bytes
-from brimful.torch_utils.lines import calling_line
+from brimful.torch_utils.held_names import tensors_of_names
+from brimful.torch_utils.lines import calling_line, is_users_own, shown_file
+
+_FORWARDS = 6
+"""Forwards of an evaluation without gradients that are looked at. A choice."""
+_LEAST_GROWN = 3
+"""How often in them a name must hold more, as a batch may take more than one forward. A choice."""
 
 
 class FirstEvaluation:
     """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
 
-    It is one that no backward uses if none runs until the model is called again, or until the run ends. `sees`
-    says whether what happens now is watched.
+    It is one that no backward uses if none runs until the model is called again, or until the run ends. Without
+    a graph, what names hold on the device before each of some forwards shows whether results are gathered.
+    `sees` says whether what happens now is watched.
     """
 
-    def __init__(self, sees: Callable[[], bool]) -> None:
+    def __init__(self, sees: Callable[[], bool], device_type: str) -> None:
         self.found: tuple[UnusedGraph, ...] = ()
-        self._depth, self._sees = 0, sees
+        self._depth, self._sees, self._device_type = 0, sees, device_type
+        self._held: list[dict[str, _Held]] = []
+        """What names hold before each forward without gradients."""
         self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
         self._hooks = [
             register_module_forward_pre_hook(self._before),
@@ -34,7 +49,7 @@ class FirstEvaluation:
 
     def note_backward(self) -> None:
         """Note that backward runs."""
-        if self._expected is not None:
+        if self._expected is not None or self._held:
             self._expected = None
             self._remove()
 
@@ -43,6 +58,28 @@ class FirstEvaluation:
         if self._expected is not None:
             self.found = (self._expected[0],)
         self._remove()
+
+    @property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """Names that held results of more and more samples."""
+        found = []
+        for name, last in self._held[-1].items() if self._held else ():
+            held = [each.get(name, _NOTHING) for each in self._held]
+            if _is_growing(held):
+                growth_bytes = (last.size_bytes - held[0].size_bytes) // (len(held) - 1)
+                found.append(Gathered(name=name, line=last.line, growth_bytes=growth_bytes))
+        return tuple(found)
+
+    def _note_held(self, model: nn.Module) -> None:
+        if not any(each.requires_grad for each in model.parameters()):
+            return
+        try:
+            own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+            self._held.append(dict(_held_by_names(sys._getframe(), own, self._device_type)))
+        except Exception:  # of tensors without a storage: the evaluation is not looked at
+            self._remove()
+        if len(self._held) == _FORWARDS:
+            self._remove()
 
     def _remove(self) -> None:
         for hook in self._hooks:
@@ -54,6 +91,8 @@ class FirstEvaluation:
         self._depth += 1
         if self._depth == 1 and self._expected is not None and self._expected[1]() is model:
             self.end()
+        elif self._depth == 1 and not (model.training or torch.is_grad_enabled()):
+            self._note_held(model)
 
     def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
         if not self._sees() or self._depth == 0:
@@ -65,7 +104,6 @@ class FirstEvaluation:
         if not any(each.requires_grad for each in parameters):
             return
         if not torch.is_grad_enabled():
-            self._remove()
             return
         try:
             size_bytes = saved_bytes(tensors_in(output), parameters)
@@ -73,3 +111,40 @@ class FirstEvaluation:
             self._remove()
             return
         self._expected = UnusedGraph(line=calling_line(), saved_bytes=size_bytes), weakref.ref(model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a name holds on the device."""
+
+    samples: int
+    """First dimensions of its tensors together."""
+    size_bytes: int
+    line: str
+
+
+_NOTHING = _Held(0, 0, "")
+
+
+def _held_by_names(frame: FrameType, own: set[int], device_type: str) -> Iterator[tuple[str, _Held]]:
+    """What names hold, those of libraries too: a `Trainer` gathers results in a variable of its own.
+
+    Their line is that of the user's code that calls them.
+    """
+    calls = (each for each, _ in walk_stack(frame) if is_users_own(each.f_code.co_filename))
+    call = next(calls, frame)
+    for name, found, _, tensors in tensors_of_names(frame, own, is_meant=shown_file):
+        line = found if re.search(r":\d+$", found) else f"{shown_file(call.f_code.co_filename)}:{call.f_lineno}"
+        there = [each for each in tensors if each.device.type == device_type and each.dim()]
+        sizes = {each.untyped_storage()._cdata: each.nbytes for each in there}
+        yield name, _Held(sum(each.shape[0] for each in there), sum(sizes.values()), line)
+
+
+def _is_growing(held: list[_Held]) -> bool:
+    """Whether a name holds more and more samples; a cache of a generation holds those of one batch."""
+    steps = [
+        (after.samples - before.samples, after.size_bytes - before.size_bytes)
+        for before, after in pairwise(held)
+    ]
+    grown = sum(samples > 0 and size_bytes > 0 for samples, size_bytes in steps)
+    return grown >= _LEAST_GROWN and all(samples >= 0 for samples, _ in steps)

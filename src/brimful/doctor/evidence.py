@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
@@ -56,6 +56,16 @@ class UnusedGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """A name that holds results of more and more samples as an evaluation runs."""
+
+    name: str
+    line: str
+    growth_bytes: int
+    """Bytes that it holds more after each forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Memory ran out while a recorded op ran."""
 
@@ -86,50 +96,52 @@ class Evidence:
     """All ops so far and their memory; setup is what ran before the first training forward."""
     steps: tuple[StepEnd, ...]
     """Ends of the recorded optimizer steps."""
-    held_in_forward: Mapping[str, Holding]
+    held_in_forward: Mapping[str, Holding] = field(default_factory=dict)
     """What names of the user's code hold when the last recorded step begins its first forward."""
-    time_shares: tuple[tuple[str, float], ...]
+    time_shares: tuple[tuple[str, float], ...] = ()
     """Shares of a step by kind of operation, largest first, as torch's profiler measures them on a CPU."""
-    profiled_seconds: float | None
+    profiled_seconds: float | None = None
     """Time of the step between those that are recorded and those that run unwatched: it is profiled."""
-    seconds_after: tuple[float, ...]
+    seconds_after: tuple[float, ...] = ()
     """Times of the steps after those, which ran unwatched."""
-    data_seconds_after: tuple[float, ...]
+    data_seconds_after: tuple[float, ...] = ()
     """Parts of them in which the run waited for its DataLoader."""
-    backwards: tuple[Backward, ...]
-    evaluations: tuple[UnusedGraph, ...]
-    trained_in_evaluation_mode: tuple[str, ...]
+    backwards: tuple[Backward, ...] = ()
+    evaluations: tuple[UnusedGraph, ...] = ()
+    gathered: tuple[Gathered, ...] = ()
+    """What the first evaluation gathers on the device."""
+    trained_in_evaluation_mode: tuple[str, ...] = ()
     """Lines that call a model in evaluation mode, of whose result backward runs."""
-    unused_graphs: tuple[UnusedGraph, ...]
+    unused_graphs: tuple[UnusedGraph, ...] = ()
     """Those in training mode, within a step; `evaluations` are those in evaluation mode."""
-    gradients_added: tuple[str, ...]
+    gradients_added: tuple[str, ...] = ()
     """Lines of backward that add to gradients which an optimizer has used and uses again."""
-    divides_gradients: bool
+    divides_gradients: bool = False
     """Whether something that backward made is divided in place before the optimizer steps."""
-    softmax_twice: tuple[str, ...]
+    softmax_twice: tuple[str, ...] = ()
     """Lines that call a softmax whose result another one reads."""
-    untrained_bytes: Mapping[str, int]
+    untrained_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of parameters of models that run in steps and get no gradients, by class."""
-    models: tuple[str, ...]
+    models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
-    not_optimized: Mapping[str, int]
+    not_optimized: Mapping[str, int] = field(default_factory=dict)
     """Bytes of gradients of parameters that no optimizer steps, by name."""
-    host_reads: Mapping[str, int]
+    host_reads: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code waited for a value from the device, outside of optimizers."""
-    cache_flushes: Mapping[str, int]
+    cache_flushes: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code called `torch.cuda.empty_cache` in recorded steps."""
-    loader_workers: tuple[int, ...]
+    loader_workers: tuple[int, ...] = ()
     """Workers of each DataLoader that was read."""
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     """Settings of torch that are on: "anomaly", "cudnn.benchmark"."""
-    input_shapes: int
+    input_shapes: int = 0
     """Different shapes of the inputs of training forwards, but for the number of samples."""
-    error: str
+    error: str = ""
     """An error of brimful's own, where recording ended; "" if there was none."""
-    compiled: str
+    compiled: str = ""
     """The line that calls compiled code, where recording ended; "" if none did."""
-    failed: Failure | None
-    measured_peak_bytes: int | None
+    failed: Failure | None = None
+    measured_peak_bytes: int | None = None
     """torch's own measurement of allocated memory; None on a CPU."""
 
     @classmethod
@@ -143,30 +155,7 @@ class Evidence:
         return cls(
             trace=trace,
             steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
-            held_in_forward={},
-            seconds_after=(),
-            data_seconds_after=(),
-            backwards=(),
-            evaluations=(),
-            trained_in_evaluation_mode=(),
-            unused_graphs=(),
-            gradients_added=(),
-            divides_gradients=False,
-            softmax_twice=(),
-            untrained_bytes={},
             models=tuple(name for path, name in trace.module_classes if not path),
-            not_optimized={},
-            host_reads={},
-            cache_flushes={},
-            loader_workers=(),
-            flags=(),
-            input_shapes=0,
-            error="",
-            compiled="",
-            failed=None,
-            measured_peak_bytes=None,
-            time_shares=(),
-            profiled_seconds=None,
         )
 
     @property

@@ -6,6 +6,7 @@ Private torch APIs used here: `torch.cuda.memory._record_memory_history`, `_dump
 
 from __future__ import annotations
 
+import sys
 from contextlib import ContextDecorator, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from brimful.execution.out_of_memory import explain, out_of_memory
+from brimful.execution.out_of_memory import explain
 
 _MOST_EVENTS = 100_000
 """Allocations that a snapshot keeps. A choice: some steps of a model."""
@@ -42,12 +43,14 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
         self._ends = ExitStack()
         self._step_began = 0
         """Number of the first autograd node of the running step."""
+        self._handled: BaseException | None = None
+        """The error that was being handled before."""
 
     def _recreate_cm(self) -> Self:
         return type(self)(snapshot=self._snapshot)
 
     def __enter__(self) -> Self:
-        self._step_began = 0
+        self._step_began, self._handled = 0, sys.exc_info()[1]
         self._ends.callback(register_optimizer_step_post_hook(self._after_step).remove)
         if self._snapshot is not None and torch.cuda.is_available() and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
@@ -58,10 +61,10 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
         with self._ends:
-            if error is not None and out_of_memory(error) is not None:
-                explain(error, first_node=self._step_began)
-                if self._snapshot is not None:
-                    error.add_note(_written_snapshot(self._snapshot))
+            if error is not None:
+                noted = explain(error, handled=self._handled, first_node=self._step_began)
+                if noted is not None and self._snapshot is not None:
+                    noted.add_note(_written_snapshot(self._snapshot))
 
     def _after_step(self, _optimizer: Optimizer, _args: object, _named: object) -> None:
         self._step_began = torch._C._autograd._get_sequence_nr()

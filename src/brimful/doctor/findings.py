@@ -7,7 +7,7 @@ well has no findings.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,9 @@ from brimful.utils.quantities import MIB
 
 LARGE_FRACTION = 0.05
 """Fraction of the peak from which memory is worth a finding. A choice."""
+GATHERED_FRACTION = 0.001
+"""Fraction of the peak from which what an evaluation keeps of each forward is a finding. A choice: of 1,000
+forwards it takes as much as the peak."""
 LEAST_BYTES = MIB
 """Temporaries of an optimizer below which its step's peak is of no interest. A choice."""
 
@@ -44,6 +47,63 @@ class Finding:
     """Time at stake in a step."""
     check: str = ""
     """Name of the check, such as "history-kept": that of its function, which `findings` sets."""
+
+
+def known_fault(check: str, line: str, size_bytes: int | None = None, name: str = "") -> Finding:
+    """A fault of a kind that `_KNOWN` has the texts of, in a run or in source text."""
+    what, change = _KNOWN[check]
+    return Finding(
+        what=what.format(name=name), change=change.format(name=name), line=line, size_bytes=size_bytes
+    )
+
+
+_KNOWN = {
+    "history-kept": (
+        "{name} keeps the graphs of earlier steps, with all that they hold",
+        "add to {name} what has no graph: .detach(), or the number alone, .item()",
+    ),
+    "evaluation-with-gradients": (
+        "a forward in evaluation mode saves tensors for a backward that never runs",
+        "run it under torch.no_grad() or torch.inference_mode()",
+    ),
+    "trained-in-evaluation-mode": (
+        "the model trains in evaluation mode: no dropout, and BatchNorm takes its running statistics",
+        "call model.train() before the step, after each evaluation",
+    ),
+    "gradients-lost": (
+        "gradients of earlier micro-batches are cleared before the optimizer has used them",
+        "call zero_grad() once for each optimizer step, not for each micro-batch",
+    ),
+    "gradients-added": (
+        "gradients are added to those that the step before has used",
+        "call {name}.zero_grad() once for each optimizer step",
+    ),
+    "graph-retained": (
+        "backward keeps the graph and all saved tensors",
+        "omit retain_graph=True if nothing else needs the graph, or add the losses for one backward",
+    ),
+    "softmax-twice": (
+        "cross entropy takes logits and gets probabilities: its gradients are nearly flat",
+        "omit the softmax in training",
+    ),
+    "cache-flushed": (
+        "empty_cache in each step frees nothing that torch could not use again, and waits",
+        "omit it",
+    ),
+    "anomaly-detection": (
+        "anomaly detection checks every gradient and keeps stacks of the forward",
+        "torch.autograd.set_detect_anomaly(False) once the fault is found",
+    ),
+    "data-parallel": (
+        "nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
+        "DistributedDataParallel, one process for each GPU",
+    ),
+    "checkpoint-without-gradient": (
+        "a checkpointed region whose input needs no gradient gives its parameters none",
+        "use_reentrant=False, or model.enable_input_require_grads()",
+    ),
+}
+"""What is wrong and the change to make, by check; `name` is that of a variable."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +172,17 @@ def check(function: Check) -> Check:
     return function
 
 
+def _lines_check(name: str, lines_of: Callable[[Evidence], Iterable[str]]) -> None:
+    """Add a check that finds a fault of `_KNOWN` in each of some lines; "" is a line that is not known."""
+
+    def found(seen: Seen) -> Iterator[Finding]:
+        for line in lines_of(seen.evidence):
+            yield known_fault(name, line, name="optimizer")
+
+    found.__name__ = name.replace("-", "_")
+    check(found)
+
+
 def findings(evidence: Evidence) -> tuple[Finding, ...]:
     """What is wrong with a run, what costs most memory first."""
     seen = Seen(evidence)
@@ -154,12 +225,7 @@ def history_kept(seen: Seen) -> Iterator[Finding]:
     """Tensors whose graphs lead back to earlier steps: `total += loss`, or a list of losses."""
     for held, _ in seen.lasting:
         if held.reaches_back:
-            yield Finding(
-                what=f"{held.name} keeps the graphs of earlier steps, with all that they hold",
-                change=f"add to {held.name} what has no graph: .detach(), or the number alone, .item()",
-                line=held.line,
-                size_bytes=_growth(seen, held),
-            )
+            yield known_fault("history-kept", held.line, _growth(seen, held), held.name)
 
 
 @check
@@ -215,23 +281,23 @@ def evaluation_with_gradients(seen: Seen) -> Iterator[Finding]:
     """A forward in evaluation mode that builds a graph which no backward uses."""
     for each in seen.evidence.evaluations:
         if each.saved_bytes:
-            yield Finding(
-                what="a forward in evaluation mode saves tensors for a backward that never runs",
-                change="run it under torch.no_grad() or torch.inference_mode()",
-                line=each.line,
-                size_bytes=each.saved_bytes,
-            )
+            yield known_fault("evaluation-with-gradients", each.line, each.saved_bytes)
 
 
 @check
-def trained_in_evaluation_mode(seen: Seen) -> Iterator[Finding]:
-    """Training steps with a model in evaluation mode."""
-    for line in seen.evidence.trained_in_evaluation_mode:
-        yield Finding(
-            what="the model trains in evaluation mode: no dropout, and BatchNorm takes its running statistics",
-            change="call model.train() before the step, after each evaluation",
-            line=line,
-        )
+def evaluation_gathered(seen: Seen) -> Iterator[Finding]:
+    """An evaluation that keeps the results of all samples on the device."""
+    for each in seen.evidence.gathered:
+        if each.growth_bytes >= GATHERED_FRACTION * seen.peak_bytes:
+            yield Finding(
+                what=f"{each.name} keeps results of all samples on the device, so much more after each forward",
+                change="keep what the metric needs, or .cpu(); of a Trainer, set eval_accumulation_steps",
+                line=each.line,
+                size_bytes=each.growth_bytes,
+            )
+
+
+_lines_check("trained-in-evaluation-mode", lambda seen: seen.trained_in_evaluation_mode)
 
 
 @check
@@ -261,16 +327,13 @@ def untrained_model(seen: Seen) -> Iterator[Finding]:
 # Gradients
 
 
-@check
-def gradients_lost(seen: Seen) -> Iterator[Finding]:
-    """Accumulated gradients that are cleared before the optimizer's step."""
-    for line, calls in seen.evidence.repeated.items():
+def _lost(evidence: Evidence) -> Iterator[str]:
+    for line, calls in evidence.repeated.items():
         if all(each.loses_gradients for each in calls[1:]):
-            yield Finding(
-                what="gradients of earlier micro-batches are cleared before the optimizer has used them",
-                change="call zero_grad() once for each optimizer step, not for each micro-batch",
-                line=line,
-            )
+            yield line
+
+
+_lines_check("gradients-lost", _lost)
 
 
 @check
@@ -286,15 +349,7 @@ def gradients_kept(seen: Seen) -> Iterator[Finding]:
         )
 
 
-@check
-def gradients_added(seen: Seen) -> Iterator[Finding]:
-    """Gradients that are added to those of earlier steps."""
-    for line in seen.evidence.gradients_added:
-        yield Finding(
-            what="gradients are added to those that the step before has used",
-            change="call optimizer.zero_grad() once for each optimizer step",
-            line=line,
-        )
+_lines_check("gradients-added", lambda seen: seen.gradients_added)
 
 
 @check
@@ -320,16 +375,7 @@ def not_optimized(seen: Seen) -> Iterator[Finding]:
         )
 
 
-@check
-def graph_retained(seen: Seen) -> Iterator[Finding]:
-    """Backward that keeps what it could free."""
-    lines = dict.fromkeys(each.line for each in seen.evidence.backwards if each.retains_graph)
-    for line in lines:
-        yield Finding(
-            what="backward keeps the graph and all saved tensors",
-            change="omit retain_graph=True if nothing else needs the graph, or add the losses for one backward",
-            line=line,
-        )
+_lines_check("graph-retained", lambda seen: {each.line: 1 for each in seen.backwards if each.retains_graph})
 
 
 @check
@@ -381,15 +427,7 @@ def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
         )
 
 
-@check
-def softmax_twice(seen: Seen) -> Iterator[Finding]:
-    """A softmax before a loss that has its own."""
-    for line in seen.evidence.softmax_twice:
-        yield Finding(
-            what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
-            change="omit the softmax in training",
-            line=line,
-        )
+_lines_check("softmax-twice", lambda seen: seen.softmax_twice)
 
 
 # The step's peak
@@ -500,7 +538,9 @@ def _is_float32_copy(op: Op) -> bool:
 def lengths_change(seen: Seen) -> Iterator[Finding]:
     """Inputs whose lengths change from step to step, which fragment the CUDA allocator's memory."""
     steps = len(seen.evidence.steps)
-    if seen.evidence.trace.device_kind == "cuda" and 2 < steps <= seen.evidence.input_shapes:
+    if seen.evidence.trace.device_kind != "cuda" or "expandable segments" in seen.evidence.flags:
+        return
+    if 2 < steps <= seen.evidence.input_shapes:
         yield Finding(
             what=f"inputs have {seen.evidence.input_shapes} shapes in {steps} steps: freed blocks do not fit",
             change="PYTORCH_ALLOC_CONF=expandable_segments:True, or batches of a few lengths",
@@ -557,26 +597,8 @@ def waits_for_values(seen: Seen) -> Iterator[Finding]:
             )
 
 
-@check
-def cache_flushed(seen: Seen) -> Iterator[Finding]:
-    """`empty_cache` in the loop."""
-    for line, count in seen.evidence.cache_flushes.items():
-        if count > 1:
-            yield Finding(
-                what="empty_cache in each step frees nothing that torch could not use again, and waits",
-                change="omit it",
-                line=line,
-            )
-
-
-@check
-def anomaly_detection(seen: Seen) -> Iterator[Finding]:
-    """Anomaly detection is on."""
-    if "anomaly" in seen.evidence.flags:
-        yield Finding(
-            what="anomaly detection checks every gradient and keeps stacks of the forward",
-            change="torch.autograd.set_detect_anomaly(False) once the fault is found",
-        )
+_lines_check("cache-flushed", lambda seen: [line for line, count in seen.cache_flushes.items() if count > 1])
+_lines_check("anomaly-detection", lambda seen: [""] * ("anomaly" in seen.flags))
 
 
 @check
@@ -593,24 +615,8 @@ def benchmark_with_changing_shapes(seen: Seen) -> Iterator[Finding]:
 # How the model is wrapped
 
 
-@check
-def data_parallel(seen: Seen) -> Iterator[Finding]:
-    """`nn.DataParallel`."""
-    if "DataParallel" in seen.evidence.models:
-        yield Finding(
-            what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
-            change="DistributedDataParallel, one process for each GPU",
-        )
-
-
-@check
-def checkpoint_without_gradient(seen: Seen) -> Iterator[Finding]:
-    """Reentrant checkpointing of a region whose input needs no gradient."""
-    if seen.evidence.trace.checkpoints_without_gradient:
-        yield Finding(
-            what="a checkpointed region whose input needs no gradient gives its parameters none",
-            change="use_reentrant=False, or model.enable_input_require_grads()",
-        )
+_lines_check("data-parallel", lambda seen: [""] * ("DataParallel" in seen.models))
+_lines_check("checkpoint-without-gradient", lambda seen: [""] * bool(seen.trace.checkpoints_without_gradient))
 
 
 def _some(names: list[str] | tuple[str, ...]) -> str:

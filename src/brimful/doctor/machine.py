@@ -19,8 +19,13 @@ import torch
 from brimful.devices.this_machine import memory_limits_bytes
 from brimful.errors import UsageError
 from brimful.memory import AllocatorSettings
-from brimful.profiling.free_memory import has_own_process_numbers, processes_of
-from brimful.profiling.nvml import NvmlGpu
+from brimful.profiling.nvml import (
+    Holder,
+    NvmlGpu,
+    has_own_process_numbers,
+    opened_nvml,
+    this_and_its_parents,
+)
 from brimful.utils.decode_errors import one_line
 from brimful.utils.quantities import MIB
 
@@ -30,34 +35,22 @@ _END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A process that holds memory of a GPU."""
-
-    pid: int
-    held_bytes: int | None
-    """None if the driver does not know."""
-    user: str | None
-    """None, as are age and command, if the process cannot be seen from here, as from inside a container."""
-    age_seconds: float | None
-    command: str | None
-    is_own: bool
-    """Whether it is of the user who asks, and neither this process nor one that started it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineGpu:
     """A GPU as the driver knows it."""
 
     index: int
     name: str
-    total_bytes: int
-    free_bytes: int
+    total_bytes: int | None
+    """None, as are free bytes, if the driver does not know, as where CPU and GPU share their memory."""
+    free_bytes: int | None
     holders: tuple[Holder, ...]
     """The largest first."""
 
     @property
     def unlisted_bytes(self) -> int:
         """Bytes in use that belong to no listed process: other containers, the desktop, the driver."""
+        if self.total_bytes is None or self.free_bytes is None:
+            return 0
         listed = sum(each.held_bytes or 0 for each in self.holders)
         return max(self.total_bytes - self.free_bytes - listed, 0)
 
@@ -118,7 +111,7 @@ def end_process(pid: int, machine: Machine, confirms: Callable[[Holder], bool]) 
         raise UsageError(f"process {pid} does not hold memory of a GPU here, so it is not ended.")
     if not holder.is_own:
         owner = holder.user or "a user who cannot be seen from here"
-        why = "it is this one, or started it" if pid in _own_pids() else f"it is of {owner}"
+        why = "it is this one, or started it" if pid in this_and_its_parents() else f"it is of {owner}"
         raise UsageError(f"process {pid} is not ended: {why}.")
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -146,34 +139,24 @@ _Found = tuple[str, tuple[int, int] | None, tuple[MachineGpu, ...]]
 
 def _by_nvml() -> _Found | None:
     """Driver, its CUDA and GPUs by NVML; None without it."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
-        gpus = tuple(_nvml_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount()))
-        return str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), gpus
-    except pynvml.NVMLError:
-        return None
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+    with opened_nvml() as nvml:
+        if nvml is not None:
+            with suppress(nvml.NVMLError):
+                cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+                gpus = tuple(_nvml_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+                return str(nvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), gpus
+    return None
 
 
 def _nvml_gpu(nvml: Any, index: int) -> MachineGpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    gpu = NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index))
+    memory = gpu.memory()
     return MachineGpu(
         index=index,
-        name=str(nvml.nvmlDeviceGetName(handle)),
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        holders=_holders(dict(processes_of(NvmlGpu(nvml, handle)))),
+        name=str(nvml.nvmlDeviceGetName(gpu.handle)),
+        total_bytes=None if memory is None else int(memory.total),
+        free_bytes=None if memory is None else int(memory.free),
+        holders=_holders(gpu.processes()),
     )
 
 
@@ -184,13 +167,13 @@ def _by_smi() -> _Found | None:
         return None
     held: dict[str, dict[int, int | None]] = defaultdict(dict)
     for uuid, pid, used in _ask_smi("--query-compute-apps=gpu_uuid,pid,used_memory") or ():
-        held[uuid][int(pid)] = int(used) * MIB if used.isdecimal() else None
+        held[uuid][int(pid)] = _bytes_of(used)
     found = tuple(
         MachineGpu(
             index=int(index),
             name=name,
-            total_bytes=int(total) * MIB,
-            free_bytes=int(free) * MIB,
+            total_bytes=_bytes_of(total),
+            free_bytes=_bytes_of(free),
             holders=_holders(held[uuid]),
         )
         for index, uuid, name, total, free, _ in gpus
@@ -210,35 +193,15 @@ def _ask_smi(query: str) -> list[list[str]] | None:
     return [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if row]
 
 
+def _bytes_of(mebibytes: str) -> int | None:
+    """A size of nvidia-smi; None for "[N/A]" and its like."""
+    return int(mebibytes) * MIB if mebibytes.isdecimal() else None
+
+
 def _holders(held: Mapping[int, int | None]) -> tuple[Holder, ...]:
-    # In a container the driver lists processes by the numbers of the host, which are of others here.
     is_hidden = has_own_process_numbers()
-    found = [_holder(pid, size, is_hidden=is_hidden) for pid, size in held.items()]
+    found = [Holder.of(pid, size, is_hidden=is_hidden) for pid, size in held.items()]
     return tuple(sorted(found, key=lambda each: -(each.held_bytes or 0)))
-
-
-def _holder(pid: int, held_bytes: int | None, *, is_hidden: bool) -> Holder:
-    user = age_seconds = command = None
-    is_own = False
-    if not is_hidden:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            command = one_line(process.name())
-            age_seconds = time.time() - process.create_time()
-            user = process.username()
-            is_own = process.username() == psutil.Process().username() and pid not in _own_pids()
-            command = one_line(" ".join(process.cmdline()) or command)
-    return Holder(
-        pid=pid, held_bytes=held_bytes, user=user, age_seconds=age_seconds, command=command, is_own=is_own
-    )
-
-
-def _own_pids() -> set[int]:
-    """This process, and those that started it."""
-    found = {os.getpid()}
-    with suppress(psutil.Error):
-        found |= {each.pid for each in psutil.Process().parents()}
-    return found
 
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from brimful.doctor.machine import Holder, Machine, MachineGpu
+from brimful.doctor.machine import Machine, MachineGpu
+from brimful.profiling.nvml import Holder
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
 from brimful.utils.quantities import format_bytes, format_seconds
 
@@ -18,7 +19,10 @@ def machine_text(machine: Machine) -> str:
 
 def machine_document(machine: Machine) -> dict[str, Any]:
     """GPUs, who holds their memory, and what is odd, as JSON."""
-    return asdict(machine)
+    document = asdict(machine)
+    for holder in (each for gpu in document["gpus"] for each in gpu["holders"]):
+        del holder["process"]  # its command begins with it
+    return document
 
 
 def holder_text(holder: Holder) -> str:
@@ -46,8 +50,10 @@ def _parts(machine: Machine) -> Iterator[Part]:
     if not machine.gpus:
         yield Row("GPUs", "none")
     for gpu in machine.gpus:
-        free, whole = format_bytes(gpu.free_bytes), format_bytes(gpu.total_bytes)
-        title = f"GPU {gpu.index}, {gpu.name}: {free} of {whole} free"
+        free = "the driver does not report its memory"
+        if gpu.free_bytes is not None and gpu.total_bytes is not None:
+            free = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
+        title = f"GPU {gpu.index}, {gpu.name}: {free}"
         yield Listing(title=title, line="    {:>9}  {}", rows=tuple(_rows(gpu)))
     for each in machine.odd:
         yield Remark("odd", each)

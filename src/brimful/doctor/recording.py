@@ -1,7 +1,8 @@
 """The dispatch mode of a watched run: ops run as they are, and are recorded with the memory that they make.
 
 Private torch APIs used here: `torch._C._current_autograd_node`,
-`torch.utils._python_dispatch._get_current_dispatch_mode` (checked: torch 2.13, 2.11).
+`torch.utils._python_dispatch._get_current_dispatch_mode`, `_get_current_dispatch_mode_stack` (checked: torch
+2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 from brimful.batches import tensors_in
 from brimful.capture.recording.blocks import Block, BlockEvent
@@ -51,8 +57,9 @@ class CalledModules(ModuleCalls):
     with each model before it runs, `on_return` after it did.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()
+        self._mode = mode
         self.on_call: Callable[[nn.Module, Any], None] = lambda _model, _args: None
         self.on_return: Callable[[nn.Module], None] = lambda _model: None
         self.is_paused = False
@@ -65,9 +72,11 @@ class CalledModules(ModuleCalls):
         models = ((prefix, reference()) for prefix, reference in self._models.items())
         return [(prefix, model) for prefix, model in models if model is not None]
 
+    def _is_followed(self) -> bool:
+        # Threads that autograd begins have the mode too: on CUDA they call modules again that are recomputed.
+        return not self.is_paused and any(each is self._mode for each in _get_current_dispatch_mode_stack())
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if self.is_paused:
-            return
         if not self._stack:
             known = self._models.get(self._names.get(id(module), "?"))
             if id(module) not in self._names or (known is not None and known() is not module):
@@ -81,8 +90,6 @@ class CalledModules(ModuleCalls):
         super()._enter(module, args)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.is_paused:
-            return
         super()._leave(module, args, output)
         if not self._stack:
             self.on_return(module)
@@ -98,7 +105,7 @@ class WatchedOps(TorchDispatchMode):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type, self._process = device_type, os.getpid()
-        self.modules, self.facts = CalledModules(), StepFacts()
+        self.modules, self.facts = CalledModules(self), StepFacts()
         self.position = StepPosition(host_is_device=device_type == "cpu")
         self.log = OpLog(self.modules, self.position, located_bytes=0)
         self.ledger = StorageLedger(self.log.ops, self.facts)
@@ -130,6 +137,8 @@ class WatchedOps(TorchDispatchMode):
         """Note that the run went on after memory ran out."""
         self.failed = None
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
+
+    supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -166,13 +175,16 @@ class WatchedOps(TorchDispatchMode):
             return NotImplemented  # the ops on the parts come here again
         if self.is_paused or os.getpid() != self._process:  # a worker that reads data
             return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # `Watch` stops before torch's own are compiled
+            self.on_error(NotImplementedError(f"the operator {func.name()} calls functions"))
+            return func(*args, **kwargs)
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = describe_op(func, ())
         try:
             out = func(*args, **kwargs)
         except Exception as error:
-            if self.failed is None and (message := out_of_memory(error)):
+            if self.failed is None and (message := out_of_memory(error, error.__context__)):
                 self._note_failure(info.name, message)
             raise
         if not info.is_metadata:

@@ -13,16 +13,15 @@ from urllib.parse import quote
 
 from brimful import __version__
 from brimful.doctor.findings import Finding
-from brimful.doctor.source_checks import NOTES, SOURCE_CHECKS, check_name, line_number
+from brimful.doctor.source_checks import NOT_CHECKED, NOTES, SOURCE_CHECKS, check_name, line_number
 
 
 def sarif_document(found: Sequence[Finding]) -> dict[str, Any]:
     """Findings in source text as a SARIF log; paths are relative to where the command runs."""
-    names = [check_name(each) for each in SOURCE_CHECKS]
-    rules = [
-        {"id": name, "shortDescription": {"text": inspect.getdoc(check)}}
-        for name, check in zip(names, SOURCE_CHECKS, strict=True)
-    ]
+    texts = {check_name(each): inspect.getdoc(each) for each in SOURCE_CHECKS}
+    texts[NOT_CHECKED] = "A script that is not Python, or cannot be read."
+    rules = [{"id": name, "shortDescription": {"text": text}} for name, text in texts.items()]
+    names = [*texts]
     results = [
         {
             "ruleId": each.check,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from brimful.distributed.ranks import shows_report
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.watch import Watch
 from brimful.errors import UsageError
@@ -28,6 +29,8 @@ class ScriptRun:
     """As Python would exit: 0, what `sys.exit` was given, or 1 for an error, which is printed."""
     is_interrupted: bool
     """Whether Ctrl-C ended it."""
+    shows_report: bool
+    """Whether what was seen is to be shown: of several ranks, not by all."""
 
 
 def run_script(
@@ -49,7 +52,8 @@ def run_script(
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
-    status, is_interrupted = 0, False
+    status = 0
+    ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)
     try:
         with within or nullcontext(), watch:
@@ -57,9 +61,14 @@ def run_script(
     except SystemExit as end:
         status = _status(end)
     except BaseException as error:
-        status, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+        status, ended_by = 1, error
         _show(error)
-    return ScriptRun(evidence=watch.evidence(), exit_status=status, is_interrupted=is_interrupted)
+    return ScriptRun(
+        evidence=watch.evidence(),
+        exit_status=status,
+        is_interrupted=isinstance(ended_by, KeyboardInterrupt),
+        shows_report=shows_report(ended_by),
+    )
 
 
 def _run(target: str, *, is_module: bool) -> None:

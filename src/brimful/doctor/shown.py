@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from brimful.distributed.ranks import shows_report
 from brimful.doctor.text import watched_document, watched_report, watched_text
 from brimful.doctor.watch import STEPS, Watch
 from brimful.report.html import as_html
@@ -14,10 +15,11 @@ from brimful.utils.display import BestEffortText
 class ShownWatch(Watch):
     """A `Watch` that shows what it saw when it is left; see `brimful.watch`."""
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
         try:
-            self._show()
+            if shows_report(error):
+                self._show()
         except Exception as own:  # an error of the loop passes through
             self.error = self.error or f"{type(own).__name__}: {own}"
             print(
@@ -59,7 +61,8 @@ def watch(steps: int = STEPS, *, eager: bool = False) -> ShownWatch:
                 ...
 
     When the context ends, also by an error, the report follows: in a notebook below the cell, elsewhere on
-    standard error. What the loop computes stays the same.
+    standard error. Of several ranks the first shows it, and those that fail. What the loop computes stays the
+    same.
 
     Args:
         steps: Optimizer steps that are recorded; as many are timed after them.

@@ -84,12 +84,19 @@ class TraceEvent(Struct, frozen=True):
     frames: Any = ()
 
 
+class AllocatorSettings(Struct, frozen=True):
+    """How the allocator was set, as far as it matters here."""
+
+    expandable_segments: bool = False
+
+
 class Snapshot(Struct, frozen=True):
     """The allocator's memory at one moment, and what it did before."""
 
     segments: tuple[Segment, ...]
     device_traces: tuple[tuple[TraceEvent, ...], ...] = ()
     """By device; empty where no history was recorded."""
+    allocator_settings: AllocatorSettings = AllocatorSettings()
 
 
 def read_snapshot(path: Path | str) -> Snapshot:

@@ -93,9 +93,9 @@ class Source:
         return found
 
     @cached_property
-    def imports_torch(self) -> bool:
-        """Whether torch, or a part of it, is imported."""
-        return any(each.partition(".")[0] == "torch" for each in self.imported.values())
+    def trains(self) -> bool:
+        """Whether torch, or transformers, which trains with it, is imported."""
+        return any(each.partition(".")[0] in ("torch", "transformers") for each in self.imported.values())
 
     def full_name(self, expression: ast.AST) -> str:
         """A dotted name with what its first part stands for: "torch.nn.functional.softmax"; "" for another."""

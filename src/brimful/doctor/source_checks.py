@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from brimful.codec import read_regular_file
-from brimful.doctor.findings import Finding
+from brimful.doctor.findings import Finding, known_fault
 from brimful.doctor.source import (
     Loop,
     Source,
@@ -40,6 +40,9 @@ SOURCE_CHECKS: list[SourceCheck] = []
 NOTES = frozenset({"waits-for-values"})
 """Checks whose findings are notes: they are true of most scripts, and seldom matter much."""
 
+NOT_CHECKED = "not-checked"
+"""Name of the finding of a script that cannot be checked."""
+
 _IGNORED = re.compile(r"#\s*brimful:\s*ignore\b(?:\[([\w\s,-]*)\])?")
 
 
@@ -62,9 +65,38 @@ _OTHERS_FOLDERS = ("__pycache__", "dist-packages", "node_modules", "site-package
 def check_sources(paths: Iterable[str]) -> dict[str, tuple[Finding, ...]]:
     """What is wrong with scripts, by path, and with all scripts in folders but hidden and installed ones.
 
-    FileFormatError for a file that cannot be read or is not Python, UsageError for a folder without scripts.
+    A script that cannot be checked has a finding that says why. FileFormatError for a named one that cannot be
+    read, UsageError for a folder without scripts.
     """
-    return {str(path): source_findings(_read(path)) for given in paths for path in _scripts(Path(given))}
+    return {
+        str(path): _checked(path, is_named=path == Path(given))
+        for given in paths
+        for path in _scripts(Path(given))
+    }
+
+
+def _checked(path: Path, *, is_named: bool) -> tuple[Finding, ...]:
+    number = 1
+    try:
+        content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escape sequences in the script
+            return source_findings(Source(str(path), importlib.util.decode_source(content)))
+    except FileFormatError as error:
+        if is_named:
+            raise
+        why = str(error).removesuffix(".")
+    except SyntaxError as error:
+        why, number = f"it is not Python: {error.msg}", error.lineno or 1
+    except (ValueError, RecursionError, MemoryError) as error:
+        why = f"it is not Python, or nested too deeply: {error}"
+    found = Finding(
+        what=f"the script cannot be checked: {one_line(why)}",
+        change="mend it, or name the other scripts",
+        line=f"{path}:{number}",
+        check=NOT_CHECKED,
+    )
+    return (found,)
 
 
 def _scripts(path: Path) -> list[Path]:
@@ -80,30 +112,14 @@ def _scripts(path: Path) -> list[Path]:
     return found
 
 
-def _read(path: Path) -> Source:
-    content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of invalid escape sequences in the script
-            source = Source(str(path), importlib.util.decode_source(content))
-            source.tree  # noqa: B018  # parsed here, where its errors have the file's name
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        place = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise FileFormatError(f"the script {path} is not Python: {one_line(place)}.") from error
-    return source
-
-
 def source_findings(source: Source) -> tuple[Finding, ...]:
     """What is wrong with a script, by line; of a script without torch nothing.
 
     A comment "# brimful: ignore" or "# brimful: ignore[CHECK]" in the line suppresses a finding.
     """
-    if not source.imports_torch:
+    if not source.trains:
         return ()
-    try:
-        found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
-    except RecursionError as error:
-        raise FileFormatError(f"the script {source.name} is nested too deeply to be checked.") from error
+    found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
     lines = source.text.split("\n")
     kept = [each for each in found if not _is_ignored(each, lines[line_number(each) - 1])]
     return tuple(sorted(kept, key=lambda each: (line_number(each), each.check)))
@@ -133,11 +149,7 @@ def history_kept(source: Source) -> Iterator[Finding]:
                 continue
             name, value = added
             if has_graph_of(value, names) and _outlives(source, name, training):
-                yield Finding(
-                    what=f"{name} keeps the graphs of earlier steps, with all that they hold",
-                    change=f"add to {name} what has no graph: .detach(), or the number alone, .item()",
-                    line=source.line(node),
-                )
+                yield known_fault("history-kept", source.line(node), name=name)
 
 
 def _added(node: ast.AST) -> tuple[str, ast.expr] | None:
@@ -212,11 +224,7 @@ def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
         if _is_in_evaluation_mode(source, call, name) and not _has_backward(source, loop):
             found.setdefault(loop, call)
     for call in found.values():
-        yield Finding(
-            what="a forward in evaluation mode saves tensors for a backward that never runs",
-            change="run it under torch.no_grad() or torch.inference_mode()",
-            line=source.line(call),
-        )
+        yield known_fault("evaluation-with-gradients", source.line(call))
 
 
 def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
@@ -245,6 +253,36 @@ def _has_backward(source: Source, loop: Loop) -> bool:
         source.is_in(each, loop) or (source.is_in(each, function) and source.loop_of(each) in around)
         for each in source.calls_of("backward", "grad", "jacobian", "manual_backward", "hessian", "vjp")
     )
+
+
+@source_check
+def evaluation_gathered(source: Source) -> Iterator[Finding]:
+    """A `Trainer` that keeps all logits of an evaluation on the device, for tokens or pixels."""
+    if any(word in source.text for word in _KEEP_LESS) or not _OF_TOKENS_OR_PIXELS.search(source.text):
+        return
+    metrics = [keyword(call, "compute_metrics") for call in source.calls if called(call).endswith("Trainer")]
+    if all(each is None or is_constant(each, None) for each in metrics):
+        return
+    for call in source.calls_of("TrainingArguments", "Seq2SeqTrainingArguments"):
+        given = {each.arg for each in call.keywords}
+        generates = is_constant(keyword(call, "predict_with_generate"), True)
+        if source.full_name(call.func).startswith("transformers.") and None not in given and not generates:
+            yield Finding(
+                what="evaluation keeps the logits of all samples on the device, for compute_metrics",
+                change="eval_accumulation_steps=1; or preprocess_logits_for_metrics that keeps .argmax(-1)",
+                line=source.line(call),
+            )
+
+
+_KEEP_LESS = (
+    "eval_accumulation_steps",
+    "preprocess_logits_for_metrics",
+    "prediction_loss_only",
+    "batch_eval_metrics",
+)
+_OF_TOKENS_OR_PIXELS = re.compile(
+    r"For(CausalLM|MaskedLM|Seq2SeqLM|ConditionalGeneration|\w*Segmentation)\b|LMHeadModel\b"
+)
 
 
 @source_check
@@ -339,11 +377,7 @@ def gradients_added(source: Source) -> Iterator[Finding]:
         for name, call in _optimizer_calls(source, "step", training.loop):
             is_new = any(True for _ in source.bindings_in(name, training.loop))
             if _is_unconditional(source, call, training.loop) and not is_new:
-                yield Finding(
-                    what="gradients are added to those that the step before has used",
-                    change=f"call {name}.zero_grad() once for each optimizer step",
-                    line=source.line(call),
-                )
+                yield known_fault("gradients-added", source.line(call), name=name)
 
 
 @source_check
@@ -352,11 +386,7 @@ def gradients_lost(source: Source) -> Iterator[Finding]:
     for training, name, _ in _accumulations(source):
         for cleared, call in _optimizer_calls(source, "zero_grad", training.loop):
             if cleared == name and _is_unconditional(source, call, training.loop):
-                yield Finding(
-                    what="gradients of earlier micro-batches are cleared before the optimizer has used them",
-                    change="call zero_grad() once for each optimizer step, not for each micro-batch",
-                    line=source.line(call),
-                )
+                yield known_fault("gradients-lost", source.line(call))
 
 
 @source_check
@@ -495,11 +525,7 @@ def softmax_twice(source: Source) -> Iterator[Finding]:
         if not call.args or not {*makers} <= {"torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"}:
             continue
         if isinstance(call.func, ast.Name | ast.Attribute) and _is_softmax(source, call.args[0]):
-            yield Finding(
-                what="cross entropy takes logits and gets probabilities: its gradients are nearly flat",
-                change="omit the softmax in training",
-                line=source.line(call),
-            )
+            yield known_fault("softmax-twice", source.line(call))
 
 
 def _is_softmax(source: Source, value: ast.expr | None) -> bool:
@@ -642,11 +668,7 @@ def cache_flushed(source: Source) -> Iterator[Finding]:
             if not isinstance(node, ast.Call) or source.full_name(node.func) != "torch.cuda.empty_cache":
                 continue
             if _is_unconditional(source, node, training.loop):
-                yield Finding(
-                    what="empty_cache in each step frees nothing that torch could not use again, and waits",
-                    change="omit it",
-                    line=source.line(node),
-                )
+                yield known_fault("cache-flushed", source.line(node))
 
 
 @source_check
@@ -657,11 +679,7 @@ def anomaly_detection(source: Source) -> Iterator[Finding]:
         is_on = is_constant(asked, True) or (called(call) == "detect_anomaly" and not call.args + call.keywords)
         decided = any(isinstance(each, ast.If | ast.IfExp) for each in source.ancestors(call))
         if is_on and (not decided or _is_main(source, call)):
-            yield Finding(
-                what="anomaly detection checks every gradient and keeps stacks of the forward",
-                change="torch.autograd.set_detect_anomaly(False) once the fault is found",
-                line=source.line(call),
-            )
+            yield known_fault("anomaly-detection", source.line(call))
 
 
 def _is_main(source: Source, node: ast.AST) -> bool:
@@ -714,11 +732,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
         bound = {name_of(each).partition(".")[0] for each in getattr(parent, "targets", ())}
         is_wrapper = source.full_name(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
         if is_wrapper and bound & {name.partition(".")[0] for name in trained}:
-            yield Finding(
-                what="nn.DataParallel copies the model in each step, and its first GPU holds all outputs",
-                change="DistributedDataParallel, one process for each GPU",
-                line=source.line(call),
-            )
+            yield known_fault("data-parallel", source.line(call))
 
 
 @source_check

@@ -14,7 +14,7 @@ from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, memory_timeline, predict_memory
 from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import uncast_notes
-from brimful.report.at_peak import block_listing, category_listing, module_listing
+from brimful.report.at_peak import peak_listings
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
 from brimful.report.out_of_memory import asked_row, savings_listing
 from brimful.report.plans import time_shares_text
@@ -36,8 +36,9 @@ def watched_report(evidence: Evidence) -> Report:
         return Report(heading=heading, parts=(Remark("note", text),))
     if evidence.compiled:
         text = (
-            f"{evidence.compiled} calls compiled code: recording ended there, as it would change. "
-            "With --eager (in Python eager=True) it runs eagerly in the recorded steps, which rounds otherwise."
+            f"{evidence.compiled} calls compiled code, or an operator that torch compiles, such as torch.cond: "
+            "recording ended there, as it would change. With --eager (in Python eager=True) compiled code runs "
+            "eagerly in the recorded steps, which rounds otherwise; such operators do not."
         )
         return Report(heading=heading, parts=(Remark("note", text),))
     if not evidence.trace.events:
@@ -134,9 +135,7 @@ def captured_document(
 
 def _held_parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     """What holds the memory at the peak, and what would take less."""
-    yield category_listing(memory, memory.peak_allocated_bytes)
-    yield block_listing(memory)
-    yield from module_listing(memory, memory.peak_allocated_bytes)
+    yield from peak_listings(memory, memory.peak_allocated_bytes)
     title = "would take less at the peak: about how much, and the change"
     yield from savings_listing(savings(memory, evidence), title)
 

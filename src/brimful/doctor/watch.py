@@ -1,7 +1,8 @@
 """Watching a run: its first optimizer steps are recorded, the next ones only timed, then it is left alone.
 
 Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
-`torch._dynamo.eval_frame._callback_from_stance` (checked: torch 2.13).
+`torch._dynamo.eval_frame._is_skip_guard_eval_unsafe_stance`,
+`torch._higher_order_ops.utils._in_hop_compile` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
@@ -19,6 +20,7 @@ from typing import Any, Self
 import torch
 from msgspec import structs
 from torch import nn
+from torch._higher_order_ops import utils as _hop_utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -35,6 +37,7 @@ from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
+from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
 from brimful.settings import Settings
 from brimful.torch_utils.graphs import MOST_NODES
@@ -144,7 +147,9 @@ class Watch:
         stack.enter_context(self._ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
-        stack.enter_context(self._heeding_compilation())
+        stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
+        if self._eager:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
         self._ops.__enter__()
         self._is_recording = True
@@ -192,7 +197,8 @@ class Watch:
     def evidence(self) -> Evidence:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
-        late = () if self._first_evaluation is None else self._first_evaluation.found
+        evaluation = self._first_evaluation
+        late = () if evaluation is None else evaluation.found
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         trace = Trace(
             job="",
@@ -220,6 +226,7 @@ class Watch:
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
             evaluations=(*self._evaluations.values(), *late),
+            gathered=() if evaluation is None else evaluation.gathered,
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(self._unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
@@ -250,7 +257,7 @@ class Watch:
         self._graphs.clear()
         has_evaluated = self._in_evaluation_mode or self._evaluations
         if not has_evaluated and not self._compiled and not self.error:
-            self._first_evaluation = FirstEvaluation(lambda: self.sees)
+            self._first_evaluation = FirstEvaluation(lambda: self.sees, self._device_type)
 
     # What models do
 
@@ -300,23 +307,15 @@ class Watch:
             self._ops.begin()
         return is_noted
 
-    @contextmanager
-    def _heeding_compilation(self) -> Iterator[None]:
-        """Run compiled code eagerly, or record no more when some is called."""
-        with ExitStack() as stack:
-            if self._eager:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            else:
-                stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
-            yield
-
     def _stop_before_compiled_code(self) -> None:
-        if self._is_recording and self.sees:
+        """Record no more, unless compiled code runs eagerly."""
+        # Operators such as torch.cond compile themselves: eagerly, functions that they call get no gradients.
+        runs_eagerly = self._eager and not getattr(_hop_utils, "_in_hop_compile", bool)()
+        if self._is_recording and self.sees and not runs_eagerly:
             self._compiled = calling_line() or "the script"
             self._stop()
 
-    @contextmanager
-    def _noting_cache_flushes(self) -> Iterator[None]:
+    def _noting_cache_flushes(self) -> AbstractContextManager[None]:
         flush = torch.cuda.empty_cache
 
         def noted() -> None:
@@ -325,8 +324,7 @@ class Watch:
                 self._cache_flushes[line] = self._cache_flushes.get(line, 0) + 1
             flush()
 
-        with replaced(torch.cuda, "empty_cache", noted):
-            yield
+        return replaced(torch.cuda, "empty_cache", noted)
 
     @contextmanager
     def _timing_data(self) -> Iterator[None]:
@@ -354,16 +352,14 @@ class Watch:
 
     # What optimizers do
 
-    @contextmanager
-    def _noting_optimizers(self) -> Iterator[None]:
+    def _noting_optimizers(self) -> AbstractContextManager[None]:
         add: Callable[..., None] = Optimizer.add_param_group
 
         def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
             self._made_optimizers.add(optimizer)
             add(optimizer, *args, **named)
 
-        with replaced(Optimizer, "add_param_group", noted):
-            yield
+        return replaced(Optimizer, "add_param_group", noted)
 
     @_guarded
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
@@ -416,7 +412,11 @@ class Watch:
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
         self._note_graphs()
         self._note_not_optimized()
-        flags = {"anomaly": torch.is_anomaly_enabled(), "cudnn.benchmark": torch.backends.cudnn.benchmark}
+        flags = {
+            "anomaly": torch.is_anomaly_enabled(),
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "expandable segments": expands_segments(),
+        }
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
         self._stepped.clear()
         self._backwards.end_step()
@@ -517,22 +517,21 @@ class Watch:
 def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:
     """Call a function before compiled code is called; returns what ends that.
 
-    Where torch's compiler is not loaded yet, `torch.compile` loads it. Its code calls `_callback_from_stance`
-    before each call of compiled code, and with None or False for what is not to be compiled.
+    Where torch's compiler is not loaded yet, `torch.compile` loads it. Before each call of compiled code it
+    calls `_is_skip_guard_eval_unsafe_stance`, and then keeps whether modes are entered until the call returns.
     """
     ends = ExitStack()
 
     def follow() -> None:
         from torch._dynamo import eval_frame
 
-        chosen: Callable[[Any], Any] = eval_frame._callback_from_stance
+        chosen: Callable[[], bool] = eval_frame._is_skip_guard_eval_unsafe_stance
 
-        def noted(callback: Any) -> Any:
-            if callback is not None and callback is not False:
-                function()
-            return chosen(callback)
+        def noted() -> bool:
+            function()
+            return chosen()
 
-        ends.enter_context(replaced(eval_frame, "_callback_from_stance", noted))
+        ends.enter_context(replaced(eval_frame, "_is_skip_guard_eval_unsafe_stance", noted))
 
     def loading(*args: Any, **named: Any) -> Any:
         found = compile_(*args, **named)

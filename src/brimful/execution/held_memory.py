@@ -29,13 +29,14 @@ from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part, tensors_in
 from brimful.errors import SizeError
+from brimful.execution.setup import expands_segments
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.optimizers import parameters_of
 from brimful.torch_utils.forward_lines import ForwardLines, Place
 from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
-from brimful.torch_utils.lines import shown_file
+from brimful.torch_utils.lines import innermost_line, shown_file
 from brimful.torch_utils.module_names import plain_namer
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
@@ -79,7 +80,8 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
     return MemoryAtError(
         message=message,
         requested_bytes=_size_after(text, r"[Tt]ried to allocate "),
-        line=(running[1] if running else "") or _line_of(frames),
+        line=(running[1] if running else "")
+        or innermost_line((frame, traceback.tb_lineno) for frame, traceback in frames),
         peak_op=f"backward of {running[0].kind}" if running else _call_of(frames),
         peak_module=running[0].place.owner if running else seen.module_of(frames, phase),
         peak_phase=phase,
@@ -105,6 +107,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         kept_bytes=seen.kept_bytes,
         evaluates_with_gradients=phase is Phase.EVALUATION and _builds_graph(frames),
         is_checkpointed=seen.is_checkpointed,
+        expands_segments=expands_segments(),
     )
 
 
@@ -165,14 +168,6 @@ def _frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, Traceb
 
 _Frames = list[tuple[FrameType, TracebackType]]
 _Named = list[tuple[str, str, list[Tensor]]]
-
-
-def _line_of(frames: _Frames) -> str:
-    """The innermost line of the user's or a library's code."""
-    for frame, traceback in reversed(frames):
-        if name := shown_file(frame.f_code.co_filename):
-            return f"{name}:{traceback.tb_lineno}"
-    return ""
 
 
 def _call_of(frames: _Frames) -> str | None:

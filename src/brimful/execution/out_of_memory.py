@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from traceback import clear_frames
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
@@ -64,23 +62,45 @@ def _itself(error: BaseException, handled: BaseException | None) -> BaseExceptio
     return None
 
 
-def explain(error: BaseException, expected: Expected | None = None, *, first_node: int = 0) -> None:
+def explain(
+    error: BaseException,
+    expected: Expected | None = None,
+    *,
+    handled: BaseException | None = None,
+    first_node: int = 0,
+) -> BaseException | None:
     """Add to an out-of-memory error what held the memory, and what to change; other errors stay as they are.
 
-    `expected` is what a plan predicted, `first_node` the number of the running step's first autograd node.
+    An error that is raised from it gets the note. One that is raised while it is handled is another one and
+    stays as it is: its traceback shows the note where it shows the out-of-memory error.
+
+    Args:
+        error: Any error.
+        expected: What a plan predicted.
+        handled: As for `out_of_memory`.
+        first_node: Number of the running step's first autograd node.
+
+    Returns:
+        The error that has the note; None if memory did not run out.
     """
-    found = _itself(error, None)
-    if found is not None:
-        Explanation.of(found, first_node=first_node).added_to(error, expected)
+    found = _itself(error, handled)
+    if found is None:
+        return None
+    cause = error
+    while cause is not found and cause.__cause__ is not None:
+        cause = cause.__cause__
+    noted = error if cause is found else found
+    return Explanation.of(found, first_node=first_node).added_to(noted, expected)
 
 
 @contextmanager
 def explaining(expected: Expected | None) -> Iterator[None]:
     """Explain out-of-memory errors that pass through."""
+    handled = sys.exc_info()[1]
     try:
         yield
     except Exception as error:
-        explain(error, expected)
+        explain(error, expected, handled=handled)
         raise
 
 
@@ -94,11 +114,15 @@ class RanOut:
 
     message: str
     """Message of the error."""
-    place: str = ""
-    """The innermost line outside of torch that the error came from: a file, a line and a function."""
     refused: str = ""
     """The error that an attempt with less raised; "" if memory ran out in it."""
     explanation: Explanation | None = None
+
+    @property
+    def place(self) -> str:
+        """The line that asked for memory."""
+        found = None if self.explanation is None else self.explanation.found
+        return found.line if found is not None and found.line else "in brimful's own code"
 
     def explained(self, error: _Error, expected: Expected | None = None) -> _Error:
         """An error that ends the attempts, with what held the memory in the last of them."""
@@ -117,10 +141,9 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
         message = out_of_memory(error, handled)
         if message is None:
             raise
-        place = _place(error.__traceback__)
         explanation = Explanation.of(_itself(error, handled) or error)
         free_frames(error)
-    return RanOut(message, place, explanation=explanation)
+    return RanOut(message, explanation=explanation)
 
 
 def free_frames(error: BaseException) -> None:
@@ -239,18 +262,6 @@ def make_room(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _place(traceback: TracebackType | None) -> str:
-    """The innermost line of a traceback that is not torch's."""
-    place = ""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        path = Path(code.co_filename)
-        if "torch" not in path.parts:
-            place = f"{path.name}:{traceback.tb_lineno}, in {code.co_name}"
-        traceback = traceback.tb_next
-    return place
 
 
 def _chain(error: BaseException, handled: BaseException | None) -> Iterator[BaseException]:

@@ -105,6 +105,12 @@ def set_up_allocator(settings: Settings, device: torch.device) -> None:
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, wanted]))
 
 
+def expands_segments() -> bool:
+    """Whether PyTorch's CUDA allocator uses expandable segments in this process."""
+    given = re.findall(r"expandable_segments\s*:\s*(\w+)", _allocator_settings())
+    return _expands_segments or given[-1:] == ["True"]
+
+
 def _allocator_settings() -> str:
     """PyTorch's allocator options; only the user's where torch cannot report later ones (before 2.12)."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):

@@ -111,6 +111,8 @@ class MemoryAtError:
     """Whether a model in evaluation mode builds a graph."""
     is_checkpointed: bool = False
     """Whether activation checkpointing is in use already."""
+    expands_segments: bool = False
+    """Whether the CUDA allocator uses expandable segments already."""
 
     @property
     def peak_allocated_bytes(self) -> int:
@@ -272,7 +274,8 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         text = "run the evaluation under torch.no_grad() or torch.inference_mode()"
         yield _Change(text, _Bytes(held[Category.SAVED_TENSORS], 0))
     unused = found.unused_bytes or 0
-    if unused >= FRAGMENTED_FRACTION * found.peak_allocated_bytes and unused >= (found.requested_bytes or 0):
+    is_fragmented = unused >= max(FRAGMENTED_FRACTION * found.peak_allocated_bytes, found.requested_bytes or 0)
+    if is_fragmented and not found.expands_segments:
         text = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
         yield _Change(text, _Bytes(unused, unused))
     if found.others:

@@ -21,6 +21,7 @@ from brimful.codec import PositiveFloat, PositiveInt, decode_json
 from brimful.devices import CudaContext, Device, cuda_context, find_device
 from brimful.errors import FileFormatError, UsageError
 from brimful.profiling.cache import keep, read_kept
+from brimful.profiling.nvml import NvmlGpu, opened_nvml
 
 CACHE_FILE = "cuda_contexts.json"
 
@@ -191,45 +192,46 @@ def print_reading() -> None:
 
     `measure_context` runs this in a fresh process: the context stays until the process ends.
     """
-    import pynvml
-
-    pynvml.nvmlInit()
-    reading = _take_reading(pynvml, os.environ["CUDA_VISIBLE_DEVICES"], torch.device("cuda", 0))
+    with opened_nvml() as nvml:
+        if nvml is None:
+            raise UsageError("NVML is not found: it is part of NVIDIA's driver, and nvidia-ml-py calls it.")
+        reading = _take_reading(nvml, os.environ["CUDA_VISIBLE_DEVICES"], torch.device("cuda", 0))
     print(json.dumps(asdict(reading)))
 
 
 def _take_reading(nvml: Any, uuid: str, device: torch.device) -> _Reading:
     # NVML knows nothing of CUDA_VISIBLE_DEVICES. Torch is not asked for the UUID: on an H100 that alone made a
     # context of 527 MiB (benchmarks/results/gpu_record.json, "context").
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    idle_bytes = _used_bytes(nvml, handle)
+    gpu = NvmlGpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+    idle_bytes = _used_bytes(gpu)
     _make_context(device)
-    bare_bytes = _context_bytes(nvml, handle, idle_bytes, device)
+    bare_bytes = _context_bytes(gpu, idle_bytes, device)
     _train_a_little(device)
     return _Reading(
         driver_version=str(nvml.nvmlSystemGetDriverVersion()),
         bare_bytes=bare_bytes,
-        warm_bytes=_context_bytes(nvml, handle, idle_bytes, device),
+        warm_bytes=_context_bytes(gpu, idle_bytes, device),
     )
 
 
-def _context_bytes(nvml: Any, handle: Any, idle_bytes: int, device: torch.device) -> int:
+def _context_bytes(gpu: NvmlGpu, idle_bytes: int, device: torch.device) -> int:
     """What this process takes of the device, less what torch's allocator holds.
 
     In a container NVML lists no process or other process numbers: then by how much the use of the whole device
     has grown.
     """
     torch.cuda.synchronize(device)
-    processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
-    is_listed = bool(own) and own[0] is not None
-    taken_bytes = int(own[0]) if is_listed else _used_bytes(nvml, handle) - idle_bytes
+    taken_bytes = (gpu.computing() or {}).get(os.getpid())
+    if taken_bytes is None:
+        taken_bytes = _used_bytes(gpu) - idle_bytes
     return taken_bytes - torch.cuda.memory_reserved(device)
 
 
-def _used_bytes(nvml: Any, handle: Any) -> int:
-    # Version 2 excludes what the driver reserves for itself; version 1 counts it as used.
-    return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+def _used_bytes(gpu: NvmlGpu) -> int:
+    memory = gpu.memory()
+    if memory is None:
+        raise UsageError("NVML does not report the memory of this GPU, as where CPU and GPU share it.")
+    return int(memory.used)
 
 
 def _make_context(device: torch.device) -> None:

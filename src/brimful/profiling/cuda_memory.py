@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from brimful.profiling.nvml import opened_gpu
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,32 +52,12 @@ def process_device_bytes(device: torch.device) -> int | None:
     In a container NVML lists no process for this one, or one by its number on the host. Then, if at most one
     process is listed, all used memory of the device counts.
     """
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return _process_bytes(pynvml, device)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _process_bytes(nvml: Any, device: torch.device) -> int | None:
-    # By UUID, as NVML ignores CUDA_VISIBLE_DEVICES.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
-    if own and own[0] is not None:
-        return int(own[0])
-    if len(processes) > 1:
-        return None
-    # Version 2 excludes what the driver reserves for itself; version 1 counts it as used.
-    return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+    with opened_gpu(device) as gpu:
+        computing = None if gpu is None else gpu.computing()
+        if gpu is None or computing is None:
+            return None
+        own_bytes = computing.get(os.getpid())
+        if own_bytes is not None or len(computing) > 1:
+            return own_bytes
+        memory = gpu.memory()
+    return None if memory is None else int(memory.used)

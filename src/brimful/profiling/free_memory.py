@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
 import torch
@@ -17,35 +15,13 @@ from brimful.errors import InfeasibleError
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
 from brimful.profiling.local_device import local_gpu
-from brimful.profiling.nvml import NvmlGpu, opened_nvml
+from brimful.profiling.nvml import Holder, NvmlGpu, has_own_process_numbers, opened_gpu
 from brimful.torch_utils.wrapper_tensors import inner_tensors
 from brimful.utils.quantities import format_bytes
 
 WORTH_SAYING_FRACTION = 0.01
 """Fraction of a GPU's memory: what others hold below this is counted and not reported. A choice."""
 _LISTED_HOLDERS = 4
-_HOST_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the namespace in which process numbers are the host's. Source: Linux, include/linux/proc_ns.h,
-PROC_PID_INIT_INO."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryHolder:
-    """A process that holds memory of a GPU."""
-
-    pid: int
-    held_bytes: int | None
-    """None if the driver does not know, as on Windows."""
-    process: str | None
-    """Its name; None if the process cannot be seen from here, as from inside a container."""
-    user: str | None
-
-    def describe(self) -> str:
-        """Text such as "9.1 GiB by python (pid 4711, user anna, a notebook kernel)"."""
-        size = "an unknown size" if self.held_bytes is None else format_bytes(self.held_bytes)
-        user = f", user {self.user}" if self.user else ""
-        name = self.process or "a process that cannot be seen from here"
-        return f"{size} by {name} (pid {self.pid}{user})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +35,7 @@ class DeviceMemory:
     """What this process may have: what is free, and what it holds already, but for tensors of its own."""
     own_tensor_bytes: int
     """Tensors of this process on the GPU that are not of the job's model."""
-    holders: tuple[MemoryHolder, ...]
+    holders: tuple[Holder, ...]
     """Other processes, the largest first."""
     unlisted_bytes: int
     """Held by what the driver does not list: other containers, the desktop, the driver itself."""
@@ -76,7 +52,7 @@ class DeviceMemory:
 
     def describe(self) -> str:
         """A sentence on what is free, and who holds the rest: process, user and bytes."""
-        listed = [holder.describe() for holder in self.holders[:_LISTED_HOLDERS]]
+        listed = [_described(holder) for holder in self.holders[:_LISTED_HOLDERS]]
         if len(self.holders) > _LISTED_HOLDERS:
             rest = self.holders[_LISTED_HOLDERS:]
             more = sum(holder.held_bytes or 0 for holder in rest)
@@ -92,6 +68,15 @@ class DeviceMemory:
         )
 
 
+def _described(holder: Holder) -> str:
+    """Text such as "9.1 GiB by python, a notebook kernel (pid 4711, user anna)"."""
+    size = "an unknown size" if holder.held_bytes is None else format_bytes(holder.held_bytes)
+    user = f", user {holder.user}" if holder.user else ""
+    name = holder.process or "a process that cannot be seen from here"
+    is_notebook = any(each in (holder.command or "") for each in ("ipykernel", "colab_kernel"))
+    return f"{size} by {name}{', a notebook kernel' if is_notebook else ''} (pid {holder.pid}{user})"
+
+
 def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
     """The memory of a GPU of this machine that this process may have now, and who holds the rest.
 
@@ -100,20 +85,20 @@ def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
     """
     properties = torch.cuda.get_device_properties(device)
     own_tensor_bytes = max(torch.cuda.memory_allocated(device) - _model_bytes(job, device), 0)
-    with opened_nvml(device) as gpu:
+    with opened_gpu(device) as gpu:
         usage = None if gpu is None else _usage(gpu, device)
     if usage is None:
-        free_bytes, _total = torch.cuda.mem_get_info(device)
-        usage = _Usage(free_bytes, _reserved_and_context_bytes(device), ())
+        usage = torch.cuda.mem_get_info(device)[0], _reserved_and_context_bytes(device), []
+    free_bytes, own_bytes, holders = usage
     capacity_bytes = int(properties.total_memory)
-    reachable = min(usage.free_bytes + usage.own_bytes, capacity_bytes)
-    listed = sum(holder.held_bytes or 0 for holder in usage.holders)
+    reachable = min(free_bytes + own_bytes, capacity_bytes)
+    listed = sum(holder.held_bytes or 0 for holder in holders)
     return DeviceMemory(
         device=properties.name,
         capacity_bytes=capacity_bytes,
         available_bytes=max(reachable - own_tensor_bytes, 0),
         own_tensor_bytes=own_tensor_bytes,
-        holders=tuple(sorted(usage.holders, key=lambda holder: -(holder.held_bytes or 0))),
+        holders=tuple(sorted(holders, key=lambda holder: -(holder.held_bytes or 0))),
         unlisted_bytes=max(capacity_bytes - reachable - listed, 0),
     )
 
@@ -160,80 +145,27 @@ def explains_memory(memory: DeviceMemory | None) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Usage:
-    free_bytes: int
-    own_bytes: int
-    """What this process holds, and what its sibling ranks hold."""
-    holders: tuple[MemoryHolder, ...]
-
-
-def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
-    """Memory and processes of a GPU by NVML; None if it reports no memory, as where CPU and GPU share it."""
-    nvml, handle = gpu
-    try:
-        # Version 2 excludes what the driver reserves for itself.
-        free_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).free)
-    except nvml.NVMLError:
+def _usage(gpu: NvmlGpu, device: torch.device) -> tuple[int, int, list[Holder]] | None:
+    """Free bytes, those of this process and its sibling ranks, and other holders; None if NVML knows none."""
+    memory = gpu.memory()
+    if memory is None:
         return None
-    held = dict(processes_of(gpu))
+    held = gpu.processes()
     own_pids = _own_pids()
     own_bytes = sum(size or 0 for pid, size in held.items() if pid in own_pids)
     # Not `torch.cuda.is_initialized()`: reading the properties of a GPU sets it, and creates no context.
     is_listed, has_cache = os.getpid() in held, torch.cuda.memory_reserved(device) > 0
     if not own_bytes and (is_listed or has_cache):
         own_bytes = _reserved_and_context_bytes(device)
-    # In a container the driver lists processes by the numbers of the host, which are of others here.
     are_foreign = not is_listed and (has_cache or has_own_process_numbers())
-    return _Usage(
-        free_bytes,
-        own_bytes,
-        tuple(_holder(pid, size, is_hidden=are_foreign) for pid, size in held.items() if pid not in own_pids),
-    )
-
-
-def has_own_process_numbers(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
-    """Whether processes have other numbers here than on the host, as in a container.
-
-    False also where the system has no such namespaces, or does not report them.
-    """
-    with suppress(OSError):
-        return str(namespace.readlink()) != f"pid:[{_HOST_PID_NAMESPACE}]"
-    return False
+    others = {pid: size for pid, size in held.items() if pid not in own_pids}
+    holders = [Holder.of(pid, size, is_hidden=are_foreign) for pid, size in others.items()]
+    return int(memory.free), own_bytes, holders
 
 
 def _reserved_and_context_bytes(device: torch.device) -> int:
     """What this process holds on a GPU, where the driver does not list it: a budget includes its context."""
     return torch.cuda.memory_reserved(device) + local_gpu(device).context_bytes
-
-
-def processes_of(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:
-    """Processes that compute or draw on a GPU, with their bytes; None where the driver does not know."""
-    nvml, handle = gpu
-    found: dict[int, int | None] = {}
-    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
-        with suppress(nvml.NVMLError):
-            for process in ask(handle):
-                found[process.pid] = max(found.get(process.pid) or 0, process.usedGpuMemory or 0) or None
-    yield from found.items()
-
-
-def _holder(pid: int, held_bytes: int | None, *, is_hidden: bool) -> MemoryHolder:
-    name = user = None
-    if not is_hidden:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            name = process.name()
-            user = process.username()
-            if _is_notebook(process):
-                name += ", a notebook kernel"
-    return MemoryHolder(pid=pid, held_bytes=held_bytes, process=name, user=user)
-
-
-def _is_notebook(process: Any) -> bool:
-    with suppress(psutil.Error):
-        return any("ipykernel" in argument or "colab_kernel" in argument for argument in process.cmdline())
-    return False
 
 
 def _own_pids() -> set[int]:

@@ -10,7 +10,7 @@ import torch
 
 from brimful.devices import GpuProperties
 from brimful.errors import UsageError
-from brimful.profiling.nvml import NvmlGpu, opened_nvml
+from brimful.profiling.nvml import NvmlGpu, opened_gpu
 
 
 def read_properties(device: torch.device) -> GpuProperties:
@@ -37,7 +37,7 @@ def read_properties(device: torch.device) -> GpuProperties:
         memory_bus_bits=_positive(reported, "memory_bus_width"),
         l2_bytes=_positive(reported, "L2_cache_size"),
     )
-    with opened_nvml(device) as gpu:
+    with opened_gpu(device) as gpu:
         return properties if gpu is None or is_integrated else _completed(properties, gpu)
 
 

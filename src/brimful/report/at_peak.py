@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from brimful.memory import HeldStorage, MemoryPrediction, ModuleShare
 from brimful.memory.at_error import MemoryAtError
@@ -12,20 +11,7 @@ from brimful.report.layout import Listing, Share
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import format_bytes
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakContents:
-    """What a file says of a peak."""
-
-    peak_phase: Phase
-    peak_module: str | None
-    peak_op: str | None
-    breakdown: tuple[tuple[Category, int], ...]
-    largest: tuple[HeldStorage, ...]
-    modules: tuple[ModuleShare, ...]
-
-
-AtPeak = MemoryPrediction | Estimate | PeakContents | MemoryAtError
+AtPeak = MemoryPrediction | Estimate | MemoryAtError
 
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10
@@ -33,23 +19,34 @@ _SHOWN_MODULE_FRACTION = 0.05
 _LABEL_CELLS = 44
 
 
-def category_listing(held: AtPeak, peak_bytes: int) -> Listing:
+def peak_listings(held: AtPeak, peak_bytes: int) -> Iterator[Listing]:
+    """What holds the memory by category, by block and by module."""
+    place = peak_place(held.peak_phase, held.peak_module, held.peak_op)
+    yield category_listing(place, held.breakdown, peak_bytes)
+    yield block_listing(held.largest)
+    yield from module_listing(held.modules, peak_bytes)
+
+
+def peak_place(phase: Phase, module: str | None, op: str | None) -> str:
+    """Where a peak is in the step."""
+    return f"{phase}, {'setup' if module is None else module or 'the model itself'}, {op or '-'}"
+
+
+def category_listing(place: str, breakdown: Iterable[tuple[Category, int]], peak_bytes: int) -> Listing:
     """What each category holds."""
-    module = "setup" if held.peak_module is None else held.peak_module or "the model itself"
-    where = f"{held.peak_phase}, {module}, {held.peak_op or '-'}"
     whole = max(peak_bytes, 1)
     rows = tuple(
         (category.replace("_", " "), format_bytes(held_bytes), Share(held_bytes / whole))
-        for category, held_bytes in held.breakdown
+        for category, held_bytes in breakdown
         if held_bytes or category is not Category.OTHER_TENSORS
     )
-    return Listing(title=f"at the peak ({where})", line="    {:<16}{:>9}  {}", rows=rows, is_whole=True)
+    return Listing(title=f"at the peak ({place})", line="    {:<16}{:>9}  {}", rows=rows, is_whole=True)
 
 
-def block_listing(held: AtPeak) -> Listing:
+def block_listing(largest: Sequence[HeldStorage]) -> Listing:
     """The largest blocks, with the lines of code that make them."""
     rows = []
-    for block in held.largest[:_LISTED_BLOCKS]:
+    for block in largest[:_LISTED_BLOCKS]:
         label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
         origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
         line = f" ({block.line})" if block.line else ""
@@ -59,10 +56,10 @@ def block_listing(held: AtPeak) -> Listing:
     return Listing(title=title, line="    {:>9}  {}", rows=tuple(rows), is_detail=True)
 
 
-def module_listing(held: AtPeak, peak_bytes: int) -> Iterator[Listing]:
+def module_listing(modules: Iterable[ModuleShare], peak_bytes: int) -> Iterator[Listing]:
     """The modules that hold most, as a tree: the largest first, each followed by its largest submodules."""
     children: dict[str, list[ModuleShare]] = {}
-    for share in held.modules:
+    for share in modules:
         if share.depth:
             children.setdefault(_parent_and_name(share)[0], []).append(share)
     rows = list(_module_rows(children, "", _SHOWN_MODULE_FRACTION * peak_bytes))

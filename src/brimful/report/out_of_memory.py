@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from brimful.memory.at_error import MemoryAtError, Saving, changes
-from brimful.report.at_peak import block_listing, category_listing, module_listing
+from brimful.report.at_peak import peak_listings
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
 from brimful.utils.quantities import format_bytes
 
@@ -45,9 +45,7 @@ def _parts(found: MemoryAtError, next_steps: tuple[str, ...]) -> Iterator[Part]:
         listed = ", ".join(f"{format_bytes(size)} by process {number}" for number, size in found.others)
         yield Row("others", f"on the card: {listed}")
     if held_bytes:
-        yield category_listing(found, held_bytes)
-        yield block_listing(found)
-        yield from module_listing(found, held_bytes)
+        yield from peak_listings(found, held_bytes)
     found_changes = changes(found)
     title = "to make it fit, the first choice first: about what it frees, and the change"
     if found_changes.lacking_bytes:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from brimful.exports import Export
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
-from brimful.report.at_peak import block_listing, category_listing, module_listing
+from brimful.report.at_peak import peak_listings
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone, listing_lines
 from brimful.report.unit_names import folded
 from brimful.results import Suggestion
@@ -92,9 +92,7 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
         )
     yield from _what_happens_at_capacity(estimate)
     peak_bytes = estimate.predicted_peak_allocated_bytes
-    yield category_listing(estimate, peak_bytes)
-    yield block_listing(estimate)
-    yield from module_listing(estimate, peak_bytes)
+    yield from peak_listings(estimate, peak_bytes)
     yield from _allocator_listing(estimate)
     yield from _correction_listing(estimate)
     if estimate.suggestions:

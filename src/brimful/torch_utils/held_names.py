@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, FunctionType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -59,15 +60,19 @@ def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int]
 
 
 def tensors_of_names(
-    frame: FrameType | None, own: Collection[int] = ()
+    frame: FrameType | None, own: Collection[int] = (), is_meant: Callable[[str], object] = is_users_own
 ) -> Iterator[tuple[str, str, Any, list[Tensor]]]:
-    """Names that `held_by_names` looks at, each once, with the line that adds to it, its value and tensors."""
+    """Names that `held_by_names` looks at, each once, with the line that adds to it, its value and tensors.
+
+    They are those of code in files that are meant, and of the user's modules.
+    """
     found = set[str]()
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_users_own(file):
-            for name, value in (*locals_of(frame).items(), *frame.f_globals.items()):
-                for shown, held, written in _of_name(name, value):
+        if is_meant(file):
+            names_of_module = frame.f_globals if is_users_own(file) else {}
+            for name, value in (*locals_of(frame).items(), *names_of_module.items()):
+                for shown, held, written in _of_name(name, value, is_meant):
                     if shown not in found and (tensors := _tensors(held, own)):
                         found.add(shown)
                         yield shown, _line(file, written), held, tensors
@@ -81,7 +86,7 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     function may have got it too.
     """
     code = frame.f_code
-    if not code.co_flags & inspect.CO_OPTIMIZED or not _READS_LOCALS.isdisjoint(code.co_names):
+    if not code.co_flags & inspect.CO_OPTIMIZED or _reads_locals(code):
         return {}
     shown = frame.f_locals
     found = dict(shown)
@@ -90,11 +95,21 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
-def _of_name(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
+@cache
+def _reads_locals(code: CodeType) -> bool:
+    """Whether code calls one of `_READS_LOCALS`; a method of that name, as `model.eval()`, is another one."""
+    names = _READS_LOCALS.intersection(code.co_names)
+    return bool(names) and any(
+        each.argval in names and each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        for each in dis.get_instructions(code)
+    )
+
+
+def _of_name(name: str, value: Any, is_meant: Callable[[str], object]) -> Iterator[tuple[str, Any, str]]:
     """What a name holds, with its own name and the one by which code changes it.
 
-    Of an object of the user's class and of the modules in a model it is what each attribute holds; of a
-    function, what each variable around it does.
+    Of an object of a class in a file that is meant, and of the modules in a model, it is what each attribute
+    holds; of a function, what each variable around it does.
     """
     if name.startswith("__") or isinstance(value, ModuleType | type | nn.Parameter):
         return
@@ -108,7 +123,7 @@ def _of_name(name: str, value: Any) -> Iterator[tuple[str, Any, str]]:
             with suppress(ValueError):  # a variable that has no value yet
                 if _is_container(cell.cell_contents):
                     yield inner, cell.cell_contents, inner
-    elif is_users_own(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
+    elif is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
         yield from _attributes(name, value, name)
 
 

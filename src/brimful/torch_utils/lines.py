@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,18 +49,13 @@ def _is_installed(file: str) -> bool:
     return any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
 
 
-def raising_line(error: BaseException) -> str:
-    """The innermost line of the user's or a library's code that an error came through, as "file.py:12".
+def innermost_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The last line of the user's or a library's code, as "file.py:12"; "" if there is none.
 
-    Returns "" if there is none.
+    `frames` are running functions, outermost first, with their lines, as `traceback.walk_tb` gives them.
     """
-    found, traceback = "", error.__traceback__
-    while traceback is not None:
-        name = shown_file(traceback.tb_frame.f_code.co_filename)
-        if name:
-            found = f"{name}:{traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return found
+    lines = [f"{name}:{number}" for each, number in frames if (name := shown_file(each.f_code.co_filename))]
+    return lines[-1] if lines else ""
 
 
 @cache

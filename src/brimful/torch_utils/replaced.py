@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from brimful.utils.one_at_a_time import one_at_a_time
+_lock = threading.RLock()
+"""Held only while an attribute is set."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def replace_attribute(owner: Any, name: str, stand_in: Any) -> Callable[[], None]:
@@ -33,31 +37,36 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
     """Let `owner.name` be `stand_in` for this thread while the context is open; see `replace_attribute`.
 
     Other threads, and forks that they make, find the original: they may save a checkpoint or build a model
-    while this one runs a step on fake tensors. They wait to replace anything themselves.
+    while this one runs a step on fake tensors. They may replace the attribute too, on top of this.
     """
     find = inspect.getattr_static if isinstance(owner, type) else getattr
-    original = find(owner, name, None)
-    with one_at_a_time():
-        chosen = _ByThread(original, stand_in)
-        restore = replace_attribute(owner, name, chosen)
-        try:
-            yield
-        finally:
-            restore()
+    with _lock:
+        chosen = _ByThread(find(owner, name, None), stand_in)
+        chosen.restore = replace_attribute(owner, name, chosen)
+    try:
+        yield
+    finally:
+        with _lock:
             chosen.end()
+            while type(top := vars(owner).get(name)) is _ByThread and top.has_ended:
+                top.restore()
 
 
 class _ByThread:
     """A function, method, class or object that is another one in the thread that made this."""
 
+    restore: Callable[[], None]
+    """Puts what was there before in its place."""
+
     def __init__(self, original: Any, stand_in: Any) -> None:
         self._original, self._stand_in = original, stand_in
         self._here = threading.local()
         self._here.is_replaced = True
+        self.has_ended = False
 
     def end(self) -> None:
-        """Be the original everywhere, for code that imported this by name meanwhile."""
-        self._stand_in = self._original
+        """Be the original everywhere, for code that imported this by name, and below that of another thread."""
+        self._stand_in, self.has_ended = self._original, True
 
     def _chosen(self) -> Any:
         return self._stand_in if getattr(self._here, "is_replaced", False) else self._original

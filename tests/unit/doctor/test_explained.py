@@ -146,6 +146,42 @@ def test_other_errors_and_results_stay_as_they_are() -> None:
     assert notes_of(raised.value) == ""
 
 
+def test_an_error_raised_while_an_out_of_memory_error_is_handled_has_no_note() -> None:
+    """The note is with the out-of-memory error; an error that is raised from it has the note."""
+    model = Net(fails_in=1)
+
+    def handles(*, of_it: bool) -> None:
+        try:
+            model(torch.randn(SAMPLES, WIDTH))
+        except RuntimeError as error:
+            if of_it:
+                raise ValueError("the step failed") from error
+            raise KeyError("labels")  # noqa: B904  # as a handler with a fault of its own does
+
+    with pytest.raises(KeyError) as other, bf.explain_out_of_memory():
+        handles(of_it=False)
+    assert notes_of(other.value) == ""
+    assert other.value.__context__ is not None
+    assert "asked for 1048576 GiB more" in notes_of(other.value.__context__)
+    with pytest.raises(ValueError, match="the step failed") as caused, bf.explain_out_of_memory():
+        handles(of_it=True)
+    assert "asked for 1048576 GiB more" in notes_of(caused.value)
+
+
+def test_an_error_that_was_handled_before_is_not_explained() -> None:
+    def handles() -> None:
+        try:
+            Net(fails_in=1)(torch.randn(SAMPLES, WIDTH))
+        except RuntimeError:
+            with bf.explain_out_of_memory():
+                raise KeyError("labels") from None
+
+    with pytest.raises(KeyError) as other:
+        handles()
+    assert other.value.__context__ is not None
+    assert (notes_of(other.value), notes_of(other.value.__context__)) == ("", "")
+
+
 def test_backward_is_explained_by_the_line_of_its_forward() -> None:
     model = Net()
 
@@ -278,6 +314,24 @@ def test_the_message_of_cuda_says_what_is_unused_and_what_others_hold() -> None:
     said = [each.change for each in changes(found).listed]
     assert any("expandable_segments" in each for each in said)
     assert any("process 4711" in each for each in said)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_are_not_suggested_where_they_are_on(variable: str) -> None:
+    code = (
+        "import brimful as bf, torch\n"
+        f"message = {MESSAGE.format(own=1)!r}\n"
+        "with bf.explain_out_of_memory():\n    raise torch.OutOfMemoryError(message)\n"
+    )
+    found = {}
+    for setting in ("expandable_segments:False", "max_split_size_mb:64,expandable_segments:True"):
+        environment = {**os.environ, variable: setting}
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert "3.5 GiB reserved by torch, in pieces" in ran.stderr, ran.stderr
+        found[setting] = "expandable_segments:True: unused" in ran.stderr
+    assert list(found.values()) == [True, False]
 
 
 def test_a_snapshot_is_written_on_cuda_and_refused_in_words_elsewhere(

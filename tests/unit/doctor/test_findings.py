@@ -14,8 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+import brimful as bf
 from brimful.doctor import Watch, watched_text
 from brimful.doctor.findings import CHECKS, Finding, findings
+from brimful.errors import CaptureError
 
 WIDTH = 32
 
@@ -346,6 +348,24 @@ def resumed(faulty: bool) -> None:
         step(model, optimizer, x, y)
 
 
+def evaluated(keep: Callable[[Tensor], None]) -> None:
+    model = nn.Linear(WIDTH, 64 * WIDTH)
+    optimizer = sgd(model)
+    for x, _ in data():
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for x, _ in data():
+            keep(model(x))
+
+
+def gathered(faulty: bool) -> None:
+    results = []
+    evaluated(lambda scores: results.append(scores if faulty else scores.argmax(-1)))
+
+
 PLANTED: dict[str, Callable[[bool], None]] = {
     "history-kept": history,
     "container-grows": outputs,
@@ -375,6 +395,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "batch-norm-recomputed": recomputed,
     "softmax-twice": softmax,
     "float32-copy": upcast,
+    "evaluation-gathered": gathered,
 }
 
 
@@ -399,6 +420,33 @@ def test_a_planted_fault_is_found(check: str) -> None:
 @pytest.mark.parametrize("check", PLANTED)
 def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
     assert [each.check for each in seen_in(PLANTED[check], faulty=False)] == []
+
+
+class Joined:
+    """Results of an evaluation."""
+
+    def __init__(self) -> None:
+        self.samples, self.features = torch.zeros(0, 64 * WIDTH), torch.zeros(256, 0)
+
+    def keep(self, scores: Tensor) -> None:
+        self.samples = torch.cat([self.samples, scores])
+
+    def cache(self, scores: Tensor) -> None:
+        """Keep more of the same samples, as a generation does."""
+        self.features = torch.cat([self.features, scores], dim=1)
+
+
+def test_results_that_an_evaluation_joins_are_found_with_what_each_batch_adds() -> None:
+    results = Joined()
+
+    def run(keeps: bool) -> None:
+        evaluated(results.keep if keeps else results.cache)
+        assert results is not None
+
+    (found,) = seen_in(run, faulty=True)
+    assert (found.check, found.size_bytes) == ("evaluation-gathered", 256 * 64 * WIDTH * 4)
+    assert found.what.startswith("results.samples keeps results of all samples")
+    assert seen_in(run, faulty=False) == ()
 
 
 def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
@@ -539,6 +587,67 @@ def test_recording_ends_before_compiled_code_is_called() -> None:
     assert not watch.evidence().compiled
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore:The .grad attribute")
+def test_compiled_code_that_makes_tensors_runs_as_it_does_alone() -> None:
+    """Torch keeps, before it calls compiled code, whether modes are entered."""
+    model = Net()
+
+    @torch._dynamo.disable
+    def zeros() -> Tensor:
+        return torch.zeros(2)
+
+    called = torch.compile(lambda x: model(x).sum() + zeros().sum(), backend="eager")
+    x, _ = next(data())
+    with Watch() as watch:
+        called(x).backward()
+    assert watch.evidence().compiled
+
+
+class Choosing(nn.Module):
+    """Chooses between layers by the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen: Tensor = torch.cond(
+            x.sum() > 0, lambda x: self.first(x).relu(), lambda x: self.second(x).sin(), (x,)
+        )
+        return chosen
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("eager", [False, True])
+def test_operators_that_take_functions_run_as_they_do_alone(*, eager: bool) -> None:
+    def trained() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Choosing()
+        optimizer = sgd(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    alone = trained()
+    with Watch(eager=eager) as watch:
+        watched = trained()
+    assert all(map(torch.equal, alone, watched))
+    assert "test_findings.py:" in watch.evidence().compiled
+    assert "torch.cond" in watched_text(watch.evidence())
+
+
+def test_an_estimate_refuses_operators_that_take_functions_in_words() -> None:
+    job = bf.Job(
+        model=Choosing,
+        loss=lambda model, x: model(x).square().mean(),
+        batch=lambda n: torch.randn(n, 16),
+    )
+    with pytest.raises(CaptureError, match=r"operator cond in .*test_findings.py:\d+ cannot be captured"):
+        bf.estimate(job, "cpu", micro_batch_size=8)
+
+
 def test_every_check_has_a_planted_fault() -> None:
     named = {function.__name__ for function in CHECKS}
     assert len(named) >= 30
@@ -586,3 +695,5 @@ def test_a_fault_of_a_gpu_is_found_where_it_is_planted(check: str, faulty: bool)
     evidence = watch.evidence()
     evidence = replace(evidence, trace=replace(evidence.trace, device_kind="cuda"))
     assert (check in {each.check for each in findings(evidence)}) == faulty
+    on = replace(evidence, flags=(*evidence.flags, "expandable segments"))
+    assert "lengths-change" not in {each.check for each in findings(on)}

@@ -103,6 +103,32 @@ def test_processes_with_numbers_of_the_host_are_not_taken_for_those_here(
     assert (holder.command, holder.user, holder.is_own) == (None, None, False)
 
 
+class Unified(Nvml):
+    """Of a GPU that shares the memory of the CPU."""
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str, version: int) -> SimpleNamespace:
+        raise FakeNvmlError("not supported")
+
+
+@pytest.mark.parametrize("nvml", [Unified(0, {os.getpid(): None}), NoNvml(0, {})], ids=["nvml", "nvidia-smi"])
+def test_a_gpu_whose_memory_the_driver_does_not_report_is_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nvml: Nvml
+) -> None:
+    """As on a GB10: nvidia-smi writes "[N/A]"."""
+    monkeypatch.setattr(module, "has_own_process_numbers", lambda: False)
+    put(monkeypatch, nvml)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI.replace("24000, 10000", "[N/A], [N/A]").format(pid=os.getpid()).replace("9000", "[N/A]"))
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = this_machine()
+    (gpu,) = found.gpus
+    assert (gpu.total_bytes, gpu.free_bytes, gpu.unlisted_bytes) == (None, None, 0)
+    text = machine_text(found)
+    assert "GPU 0, NVIDIA Fake: the driver does not report its memory" in text
+    assert f"?  pid {os.getpid()}, user" in text
+
+
 def test_a_machine_without_a_gpu_has_its_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, NoNvml(0, {}))
     monkeypatch.setenv("PATH", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +88,26 @@ def test_planning_inside_a_watched_loop_is_not_watched(capsys: pytest.CaptureFix
     assert watch.document["peak_bytes"] == plain.document["peak_bytes"]
     assert len(watch.evidence().trace.ops) == len(plain.evidence().trace.ops)
     assert len(watch.evidence().steps) == 3
+
+
+def test_another_thread_plans_while_a_loop_is_watched_and_neither_sees_the_other() -> None:
+    job = bf.Job(
+        model=lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
+        loss=lambda model, x: model(x).square().mean(),
+        batch=lambda n: torch.randn(n, 64),
+    )
+
+    def plan() -> bf.Plan:
+        return bf.plan(job, "cpu", global_batch_size=64, budget="1GiB")
+
+    alone = plan()
+    with ThreadPoolExecutor(1) as pool, bf.watch(steps=1000) as watch:
+        planned = pool.submit(plan)
+        steps = 0
+        while not planned.done() and steps < 1000:
+            train(1)
+            steps += 1
+        beside = planned.result(timeout=60)
+    assert beside.predicted_peak_allocated_bytes == alone.predicted_peak_allocated_bytes
+    assert beside.settings == alone.settings
+    assert watch.evidence().models == ("Linear",) * steps

@@ -153,6 +153,7 @@ def test_the_building_of_a_model_is_no_growth(tmp_path: Path) -> None:
     [
         ((30 * MIB, 40 * MIB), {}, ["fragmented"]),
         ((30 * MIB, 40 * MIB), {"is_expandable": True}, []),
+        ((30 * MIB, 40 * MIB), {"settings": {"expandable_segments": True}}, []),
         ((10 * MIB,), {}, []),
     ],
 )
@@ -161,7 +162,9 @@ def test_much_free_memory_between_tensors_is_fragmentation(
 ) -> None:
     allocator = Allocator()
     allocator.alloc(100 * MIB, FORWARD)
-    use = use_of(tmp_path, allocator.snapshot(free=free, **segment))
+    settings = segment.pop("settings", {})
+    document = allocator.snapshot(free=free, **segment)
+    use = use_of(tmp_path, {**document, "allocator_settings": settings})
     assert [each.check for each in use.findings] == checks
     if checks:
         assert use.findings[0].size_bytes == sum(free)

@@ -64,6 +64,11 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return Image.open(self.paths[index])
 """
+TRAINER = """
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+options = TrainingArguments("out", eval_strategy="epoch", eval_accumulation_steps=1)
+Trainer(model, options, train_dataset=texts, compute_metrics=accuracy).train()
+"""
 FAULTS: list[tuple[str, str, str, str]] = [
     # check, script without the fault, what is replaced, by what
     ("history-kept", CLEAN, "total += loss.detach()", "total += loss"),
@@ -130,6 +135,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "'sdpa'",
         "'eager'",
     ),
+    ("evaluation-gathered", TRAINER, ", eval_accumulation_steps=1", ""),
     ("data-parallel", CLEAN, "criterion =", "model = nn.DataParallel(model)\ncriterion ="),
     (
         "loaded-onto-the-device",
@@ -171,6 +177,22 @@ def test_every_check_has_a_planted_fault() -> None:
     assert {check_name(each) for each in SOURCE_CHECKS} == {fault[0] for fault in FAULTS}
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("compute_metrics=accuracy", "compute_metrics=None"),
+        ("GPT2LMHeadModel", "BertForSequenceClassification"),
+        (', eval_strategy="epoch"', ", **options"),
+        (', eval_strategy="epoch"', ", predict_with_generate=True"),
+        ("compute_metrics", "preprocess_logits_for_metrics=best, compute_metrics"),
+    ],
+)
+def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> None:
+    faulty = TRAINER.replace(", eval_accumulation_steps=1", "")
+    assert old in faulty
+    assert found(faulty.replace(old, new)) == {}
+
+
 @pytest.mark.parametrize(("old", "new"), HARMLESS, ids=[new for _, new in HARMLESS])
 def test_what_only_looks_like_a_fault_is_no_finding(old: str, new: str) -> None:
     assert old in CLEAN
@@ -201,19 +223,32 @@ def test_the_examples_have_no_findings_but_the_one_with_faults() -> None:
     assert found == {"leaky.py": ["history-kept"]}
 
 
-def test_folders_are_searched_and_what_is_not_python_is_refused(tmp_path: Path) -> None:
+def test_folders_are_searched_and_what_is_not_python_is_a_finding_beside_the_others(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no Python files"):
         check_sources([str(tmp_path)])
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "hidden.py").write_text("(")
     (tmp_path / "train.py").write_text("import torch\n")
     assert check_sources([str(tmp_path)]) == {str(tmp_path / "train.py"): ()}
-    (tmp_path / "broken.py").write_text("x = 1\ny = (\n")
-    with pytest.raises(FileFormatError, match=r"broken.py is not Python: line 2: '\(' was never closed"):
-        check_sources([str(tmp_path)])
-    (tmp_path / "broken.py").write_text("import torch\n" + "+".join(["1"] * 5000))
-    with pytest.raises(FileFormatError, match=r"broken\.py is nested too deeply|is not Python"):
-        check_sources([str(tmp_path)])
+    (tmp_path / "leaky.py").write_text(HEAD + CLEAN.replace("total += loss.detach()", "total += loss"))
+    for text, why, line in (
+        ("x = 1\ny = (\n", "it is not Python: '(' was never closed", 2),
+        ("import torch\n" + "+".join(["1"] * 5000), "nested too deeply", 1),
+        ("# coding: none\n", "it is not Python: unknown encoding", 1),
+    ):
+        (tmp_path / "broken.py").write_text(text)
+        checked = check_sources([str(tmp_path)])
+        (finding,) = checked[str(tmp_path / "broken.py")]
+        assert (finding.check, finding.line) == ("not-checked", f"{tmp_path / 'broken.py'}:{line}")
+        assert why in finding.what
+        (leak,) = checked[str(tmp_path / "leaky.py")]
+        assert leak.check == "history-kept"
+    (tmp_path / "broken.py").unlink()
+    (tmp_path / "broken.py").symlink_to("nowhere")
+    (finding,) = check_sources([str(tmp_path)])[str(tmp_path / "broken.py")]
+    assert "No such file" in finding.what
+    with pytest.raises(FileFormatError, match="No such file"):
+        check_sources([str(tmp_path / "broken.py")])
 
 
 def test_sarif_has_rules_results_and_relative_places() -> None:
@@ -228,4 +263,4 @@ def test_sarif_has_rules_results_and_relative_places() -> None:
     place = result["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"] == "my%20folder/train.py"
     assert place["region"]["startLine"] == (HEAD + text).splitlines().index("        total += loss") + 1
-    assert {rule["id"] for rule in rules} == {check_name(each) for each in SOURCE_CHECKS}
+    assert {rule["id"] for rule in rules} == {"not-checked", *map(check_name, SOURCE_CHECKS)}

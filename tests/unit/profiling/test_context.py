@@ -215,7 +215,7 @@ def test_contexts_and_the_cpus_rates_are_kept_side_by_side(
 class FakeNvml:
     """NVML of a GPU that other programs use 1000 MiB of; the context takes 200, loaded kernels 50 more."""
 
-    nvmlMemory_v2 = 2
+    nvmlMemory_v2, NVMLError = 2, RuntimeError
 
     def __init__(self, *, lists_process: bool) -> None:
         self.lists_process = lists_process

@@ -18,7 +18,8 @@ import brimful as bf
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.profiling import free_memory
-from brimful.profiling.free_memory import device_memory, has_own_process_numbers
+from brimful.profiling.free_memory import device_memory
+from brimful.profiling.nvml import has_own_process_numbers
 from brimful.utils.quantities import GIB, MIB
 from helpers.fake_gpu import FakeNvml, put_gpu
 
@@ -70,7 +71,9 @@ def test_a_notebook_kernel_that_holds_memory_is_named_with_user_and_bytes(
     assert (kernel.pid, kernel.held_bytes) == (notebook_kernel, 9_000 * MIB)
     assert kernel.user
     text = memory.describe()
-    assert f"8.79 GiB by {kernel.process} (pid {notebook_kernel}, user {kernel.user})" in text
+    assert (
+        f"8.79 GiB by {kernel.process}, a notebook kernel (pid {notebook_kernel}, user {kernel.user})" in text
+    )
     assert "a notebook kernel" in text
     assert (other.pid, other.process) == (OTHER, None)
     assert f"400 MiB by a process that cannot be seen from here (pid {OTHER})" in text

@@ -60,7 +60,23 @@ def test_a_class_is_replaced_in_isinstance_and_in_annotations_too() -> None:
     assert type(imported()) is Original  # whoever imported it meanwhile has the original
 
 
-def test_replacements_of_two_threads_do_not_overlap() -> None:
+def test_a_thread_replaces_while_another_one_has_replaced_and_may_end_before_or_after_it() -> None:
+    library = SimpleNamespace(ask=lambda: "original")
+    original = library.ask
+    first, second = (replaced(library, "ask", lambda name=name: name) for name in ("first", "second"))
+    with ThreadPoolExecutor(1) as pool:
+        with first:
+            pool.submit(second.__enter__).result(timeout=20)
+            assert library.ask() == "first"
+            assert pool.submit(lambda: library.ask()).result() == "second"
+            assert elsewhere(lambda: library.ask()) == "original"
+        assert library.ask() == "original"
+        assert pool.submit(lambda: library.ask()).result() == "second"
+        pool.submit(second.__exit__, None, None, None).result()
+    assert library.ask is original
+
+
+def test_replacements_of_two_threads_are_each_its_own() -> None:
     library = SimpleNamespace(ask=lambda: "original")
     original, barrier = library.ask, threading.Barrier(2)
 

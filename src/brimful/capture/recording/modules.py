@@ -11,6 +11,7 @@ torch 2.13, 2.11).
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,9 +36,13 @@ _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
 
 class ModuleCalls:
-    """Follows the module calls of models; modules are named by path, without wrappers."""
+    """Follows the module calls of models; modules are named by path, without wrappers.
+
+    Calls by other threads than that which follows are not of the step.
+    """
 
     def __init__(self, *models: nn.Module) -> None:
+        self._thread = threading.get_ident()
         self._names: dict[int, str] = {}
         self._classes: dict[str, str] = {}
         for model in models:
@@ -60,14 +65,24 @@ class ModuleCalls:
     @contextmanager
     def follow(self) -> Iterator[None]:
         """Follow calls while the context is open."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if self._is_followed():
+                self._enter(module, args)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_followed():
+                self._leave(module, args, output)
+
+        self._thread = threading.get_ident()
+        before = register_module_forward_pre_hook(enter)
+        after = register_module_forward_hook(leave, always_call=True)
         run_again = Call.run_again
 
         def followed(call: Call) -> None:
-            self._enter(call.module, ())
+            enter(call.module, ())
             run_again(call)
-            self._leave(call.module, (), None)
+            leave(call.module, (), None)
 
         try:
             with replaced(Call, "run_again", followed), self._follow_input_ops():
@@ -116,6 +131,10 @@ class ModuleCalls:
     def shown_owner(self) -> str:
         """The path of the module the current op belongs to, in quotes, or "the model itself"."""
         return shown_path(self.owner())
+
+    def _is_followed(self) -> bool:
+        """Whether a call that happens now is of the step."""
+        return threading.get_ident() == self._thread
 
     def _enter(self, module: nn.Module, _args: Any) -> None:
         name = self._names.get(id(module))

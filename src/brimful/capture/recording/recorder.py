@@ -1,6 +1,6 @@
 """The dispatch mode of a capture: sees each op below autograd, runs it on fake tensors and records it.
 
-Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._python_dispatch`,
+Private torch APIs used here: `torch._ops`, `torch._subclasses.fake_tensor`, `torch.utils._python_dispatch`,
 `torch.utils._pytree` (checked: torch 2.13, 2.11).
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -34,6 +35,7 @@ from brimful.capture.recording.update import Mark
 from brimful.capture.recording.value_reader import ValueReader
 from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
+from brimful.errors import CaptureError
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
 from brimful.trace import Category, Op, Phase
@@ -105,6 +107,8 @@ class Recorder(TorchDispatchMode):
             own = own if self._outside is None else self._outside.known_stand_in(own)
             self.ledger.mark(own, category, name)
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled here, so torch need not wrap every call to keep its compiler out."""
@@ -124,6 +128,12 @@ class Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
             info = self._infos.get(func)
             if info is None:
+                if isinstance(func, HigherOrderOperator):
+                    raise CaptureError(
+                        f"torch's operator {func.name()} in {calling_line()} cannot be captured: which of its "
+                        "functions runs, or how often, depends on values that fake tensors do not have. In its "
+                        "place, write a loop, or call the function that takes most memory."
+                    )
                 info = self._infos[func] = describe_op(func, self._rules)
             if info.is_metadata:
                 return func(*args, **kwargs)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class AppliedPlan(TrainerCallback):
             self._recovery = TrainerRecovery(trainer, size, self._division, Expected.of(plan))
             self._until_removed.callback(self._recovery.watch_evaluation())
         self._until_removed.callback(reduce_each_micro_batch(trainer))
+        self._until_removed.callback(self._ending_with_errors())
         trainer.add_callback(self)
         self._until_removed.callback(trainer.remove_callback, self)
 
@@ -97,6 +99,19 @@ class AppliedPlan(TrainerCallback):
                 explained = explaining(Expected.of(self.plan))(train)
                 changes.callback(replace_attribute(self._trainer, "training_step", explained))
             self._in_training = changes.pop_all()
+
+    def _ending_with_errors(self) -> Callable[[], None]:
+        """Undo `on_train_begin` where training raises, too; returns what ends that."""
+        own = self._trainer._inner_training_loop
+
+        @wraps(own)
+        def trains(*args: Any, **named: Any) -> Any:
+            try:
+                return own(*args, **named)
+            finally:
+                self._in_training.close()
+
+        return replace_attribute(self._trainer, "_inner_training_loop", trains)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to measure a step."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from brimful.codec import NonNegativeInt, UnboundedFloat, decode_directly
 from brimful.errors import FileFormatError
 from brimful.memory import HeldStorage, ModuleShare, Moment
-from brimful.report.at_peak import PeakContents, block_listing, category_listing
+from brimful.memory.at_error import Saving
+from brimful.report.at_peak import block_listing, category_listing, peak_place
 from brimful.report.layout import Listing, Part, Remark, Row
+from brimful.report.out_of_memory import asked_row, savings_listing
 from brimful.report.page.document import Page, Section
 from brimful.report.page.pages import module_sections, timeline_sections
 from brimful.trace import Category, Phase
@@ -54,12 +56,6 @@ class _Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Saving:
-    size_bytes: int
-    change: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
     op: str
     line: str
@@ -81,7 +77,7 @@ class _WatchedFile:
     growth_bytes_per_step: int | None
     step_seconds: float | None
     findings: tuple[_Finding, ...]
-    savings: tuple[_Saving, ...] = ()
+    savings: tuple[Saving, ...] = ()
     timeline: tuple[Moment, ...] = ()
     error: str = ""
     compiled: str = ""
@@ -94,14 +90,7 @@ def estimate_file_page(content: bytes, *, where: str) -> Page:
     Raises `FileFormatError`, in which `where` names the file.
     """
     found: _EstimateFile = decode_directly(content, _EstimateFile, where=where)
-    at_peak = PeakContents(
-        peak_phase=found.peak.phase,
-        peak_module=found.peak.module,
-        peak_op=found.peak.op,
-        breakdown=tuple(found.breakdown.items()),
-        largest=found.largest,
-        modules=found.modules,
-    )
+    place = peak_place(found.peak.phase, found.peak.module, found.peak.op)
     low, high = map(format_bytes, found.predicted_device_interval_bytes)
     seconds = format_interval(*map(format_seconds, found.predicted_step_seconds_interval))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in found.predicted_time_shares.items())
@@ -114,8 +103,8 @@ def estimate_file_page(content: bytes, *, where: str) -> Page:
             f"{format_rate(found.predicted_samples_per_second)}",
         ),
         Row("time goes to", shares),
-        category_listing(at_peak, found.predicted_peak_allocated_bytes),
-        block_listing(at_peak),
+        category_listing(place, found.breakdown.items(), found.predicted_peak_allocated_bytes),
+        block_listing(found.largest),
         Remark(
             "note", "memory over the step is in a trace: brimful estimate --save-trace, and report that file"
         ),
@@ -162,11 +151,7 @@ def _findings(found: _WatchedFile) -> Iterator[Part]:
     rows = tuple((_stake(each), each.line, each.what, f"→ {each.change}") for each in found.findings)
     if rows:
         yield Listing(title="at stake, line, what, and the change to make", line="{:>9} {} {} {}", rows=rows)
-    less = tuple((format_bytes(each.size_bytes), each.change) for each in found.savings)
-    if less:
-        yield Listing(
-            title="would take less at the peak: about how much, and the change", line="{:>9} {}", rows=less
-        )
+    yield from savings_listing(found.savings, "would take less at the peak: about how much, and the change")
 
 
 def _stake(finding: _Finding) -> str:
@@ -177,8 +162,7 @@ def _stake(finding: _Finding) -> str:
 
 def _peak(found: _WatchedFile) -> Iterator[Part]:
     if (failed := found.failed) is not None:
-        asked = "memory" if failed.requested_bytes is None else f"{format_bytes(failed.requested_bytes)} more"
-        yield Row("out of memory", f"{failed.op} in {failed.line or 'the script'} asked for {asked}")
+        yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
     if found.measured_peak_bytes is not None:
         yield Row("measured peak", f"{format_bytes(found.measured_peak_bytes)}, as torch counts")
     if (growth_bytes := found.growth_bytes_per_step) is not None:
@@ -190,13 +174,6 @@ def _peak(found: _WatchedFile) -> Iterator[Part]:
         yield Remark("note", "no tensor was made in the watched steps")
         return
     highest = max(found.timeline, key=lambda each: each.allocated_bytes, default=None)
-    at_peak = PeakContents(
-        peak_phase=found.peak_phase,
-        peak_module=None if highest is None else highest.module,
-        peak_op=None if highest is None else highest.op,
-        breakdown=tuple(found.categories.items()),
-        largest=found.largest,
-        modules=found.modules,
-    )
-    yield category_listing(at_peak, found.peak_bytes)
-    yield block_listing(at_peak)
+    module, op = (None, None) if highest is None else (highest.module, highest.op)
+    yield category_listing(peak_place(found.peak_phase, module, op), found.categories.items(), found.peak_bytes)
+    yield block_listing(found.largest)

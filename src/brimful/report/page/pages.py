@@ -11,7 +11,7 @@ from brimful.devices import Device
 from brimful.memory import ModuleShare, Moment, memory_timeline, predict_memory
 from brimful.planner import Plan
 from brimful.prediction import Estimate
-from brimful.report.at_peak import block_listing, category_listing
+from brimful.report.at_peak import block_listing, category_listing, peak_place
 from brimful.report.layout import Remark
 from brimful.report.measurements import gauges
 from brimful.report.page.charts import Chart, Series, Unit, curve
@@ -52,7 +52,8 @@ def trace_page(trace: Trace, estimate: Estimate | None = None, device: Device | 
         return Page(title=report.heading, sections=(summary, *_trace_sections(trace, device, limit)))
     memory = predict_memory(trace)
     peak_bytes = memory.peak_allocated_bytes
-    held = (category_listing(memory, peak_bytes), block_listing(memory))
+    place = peak_place(memory.peak_phase, memory.peak_module, memory.peak_op)
+    held = (category_listing(place, memory.breakdown, peak_bytes), block_listing(memory.largest))
     note = Remark("note", "without a device there are no times: name it with --device")
     return Page(
         title=f"{trace.job}: {format_bytes(peak_bytes)} in tensors at the peak, {trace.settings.describe()}",
