@@ -117,12 +117,12 @@ def _report(error: BrimfulError, as_json: bool) -> None:
 
 def _print_error(error: BaseException, as_json: bool) -> None:
     """Print an error as JSON, if asked for, on the first of several ranks alone: two documents are not one."""
-    if as_json and _is_first_rank():
+    if as_json and is_first_rank():
         from brimful.report import error_document
 
         print_result(json.dumps(error_document(error), indent=2))
 
 
-def _is_first_rank() -> bool:
+def is_first_rank() -> bool:
     """Whether this is the first rank, as a launcher says: known without torch, before ranks are connected."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") in ("", "0")

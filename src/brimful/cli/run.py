@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from brimful.cli.output import exit_script, report_errors, say
+from brimful.cli.live import LIVE_HELP, PORT_HELP, live_page, showing_evidence
+from brimful.cli.output import exit_script, is_first_rank, report_errors, say
 from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError
 from brimful.utils.files import write_file
@@ -52,6 +53,10 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", help="Also write what was seen to this JSON file.")
     ] = None,
+    live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
+    live_port: Annotated[
+        int | None, typer.Option("--live-port", min=1, max=65535, help=PORT_HELP, show_default=False)
+    ] = None,
 ) -> None:
     """Run a training script unchanged, and say what holds its memory and what is wrong with it.
 
@@ -65,9 +70,18 @@ def run(
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
         within = _planned_trainers(budget, device) if budget or device else None
-        ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
+        with live_page(f"watching {script}", live, live_port) as page:
+            ran = run_script(
+                script,
+                context.args,
+                steps=steps,
+                is_module=is_module,
+                eager=eager,
+                within=within,
+                on_step=showing_evidence(page),
+            )
         has_ended = within is not None and within.has_ended_script
-        if _is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
+        if is_first_rank() and os.getpid() == process and not has_ended:  # not in a fork that exits
             _show(ran.evidence, file)
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
@@ -83,14 +97,10 @@ def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
     def say_once(text: str) -> None:
-        if _is_first_rank():
+        if is_first_rank():
             say(text)
 
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _show(evidence: Evidence, file: Path | None) -> None:
