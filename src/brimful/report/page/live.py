@@ -115,6 +115,7 @@ class LivePage:
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
             server_version, sys_version = "brimful", ""
+            error_content_type, error_message_format = "text/plain", "%(message)s\n"
 
             def do_GET(self) -> None:
                 hosts = self.headers.get_all("Host", [])

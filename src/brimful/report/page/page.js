@@ -134,8 +134,8 @@
   const headings = ":scope > h2, :scope > figcaption > h3, :scope > :is(.leaf, details > summary) > .name";
   const key = (node) => node.nodeName + (node.className ?? "") + (node.querySelector?.(headings)?.textContent ?? "");
   function make(element, like) {
-    if (element.matches(".plot, .readout")) return;
     for (const { name, value } of like.attributes) if (name !== "open" && element.getAttribute(name) !== value) element.setAttribute(name, value);
+    if (element.matches(".plot, .readout")) return;
     const waiting = Map.groupBy(element.childNodes, key);
     const children = [...like.childNodes].map((child) => [waiting.get(key(child))?.shift(), child]);
     for (const node of [...waiting.values()].flat()) node.remove();
