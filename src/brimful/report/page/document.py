@@ -97,7 +97,10 @@ def page_html(page: Page, *, is_live: bool = False) -> str:
 
 _SCRIPTS = (("uplot", "uPlot.iife.min.js"), ("page.js",))
 _STYLES = (("uplot", "uPlot.min.css"), ("page.css",))
-_LIVE = '<p class="live"><span role="status">live</span> <span></span> <button type="button">Pause</button></p>'
+_LIVE = (
+    '<header class="live"><span role="status">Live</span> <span></span> '
+    '<button type="button">Pause</button></header>'
+)
 """Whether the page still follows its run, since when, and what stops it."""
 
 
@@ -185,7 +188,8 @@ def _branch(branch: Branch, *, is_open: bool = False) -> str:
     )
     if not branch.branches:
         return f'<li><div class="leaf">{line}</div></li>'
-    inside = "".join(map(_branch, branch.branches))
+    is_only = is_open and len(branch.branches) == 1
+    inside = "".join(_branch(each, is_open=is_only) for each in branch.branches)
     opened = " open" if is_open else ""
     return f"<li><details{opened}><summary>{line}</summary><ul>{inside}</ul></details></li>"
 

@@ -30,7 +30,7 @@ _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 """Values of the header `Host` that are answered; a tunnel has another port."""
 
 _LEAST_RESTS = 20
-"""Times that making the page took, after which it is made again at the earliest. A choice: 5% of the time."""
+"""The page is made again after so many times the processor time that making it took. A choice: 5%."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -99,7 +99,7 @@ class LivePage:
         with self._lock:
             make = self._shown
             if make is not self._made and time.monotonic() >= self._not_before:
-                began = time.monotonic()
+                began = time.thread_time()
                 try:
                     page = make()
                 except Exception as error:
@@ -108,7 +108,7 @@ class LivePage:
                         title="brimful", sections=(Section(title="Error", content=(Remark("", text),)),)
                     )
                 self._html, self._made = page_html(page, is_live=True).encode(), make
-                self._not_before = time.monotonic() + _LEAST_RESTS * (time.monotonic() - began)
+                self._not_before = time.monotonic() + _LEAST_RESTS * (time.thread_time() - began)
             return self._html
 
     def _handler(live) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - the handler's own self is within

@@ -31,8 +31,8 @@
 
   function axis(unit, options) {
     return {
-      stroke: () => style("--text"), grid: { stroke: () => style("--line") }, ticks: { stroke: () => style("--line") },
-      incrs: steps[unit] || undefined, values: (_, ticks) => ticks.map((tick) => ofAxis[unit](tick)), ...options,
+      stroke: () => style("--text"), grid: { stroke: () => style("--line"), width: 1 }, ticks: { stroke: () => style("--line"), width: 1, size: 5 },
+      incrs: steps[unit] || undefined, values: (_, ticks) => ticks.map((tick) => tick === null ? "" : ofAxis[unit](tick)), ...options,
     };
   }
 
@@ -61,6 +61,7 @@
       ctx.fillStyle = ctx.strokeStyle = style("--text");
       ctx.lineWidth = ratio;
       const stroke = (...points) => { ctx.beginPath(); points.forEach(([x, y], at) => ctx[at ? "lineTo" : "moveTo"](x, y)); ctx.stroke(); };
+      ctx.strokeStyle = style("--faint");
       chart.bands.forEach(([point, name], number) => {
         const start = u.valToPos(chart.x[point], "x", true), after = chart.bands[number + 1];
         const end = after ? u.valToPos(chart.x[after[0]], "x", true) : bbox.left + bbox.width;
@@ -75,6 +76,11 @@
         if (y >= bbox.top) {
           ctx.fillStyle = ctx.strokeStyle = style("--over");
           stroke([bbox.left, y], [bbox.left + bbox.width, y]);
+          const label = [chart.limitLabel, bbox.left + bbox.width - 3 * ratio, y + 12 * ratio];
+          [ctx.textAlign, ctx.strokeStyle, ctx.lineWidth] = ["right", style("--back"), 3 * ratio];
+          ctx.strokeText(...label);
+          ctx.fillText(...label);
+          ctx.lineWidth = ratio;
         }
       }
       if (chart.mark !== null) {
@@ -91,9 +97,9 @@
     const highest = (_, low, high) => [Math.min(low, 0), 1.05 * (chart.limit !== null && chart.limit < 2 * high ? Math.max(high, chart.limit) : high)];
     const u = new uPlot({
       width: plot.clientWidth, height: 260, series: [{}, ...lines],
-      scales: { x: { time: false }, y: chart.unit === "number" ? {} : { range: highest } },
-      axes: [axis(chart.xUnit, { label: chart.xLabel, labelSize: 20 }), axis(chart.unit, { size: 72, ...(chart.unit === "rate" ? { label: "samples/s", labelSize: 20, size: 50 } : {}) })],
-      legend: { show: false }, cursor: { y: false, drag: { x: true, y: false } }, padding: [18, 12, 0, 0],
+      scales: { x: { time: false, ...(chart.xLog ? { distr: 3, log: 2 } : {}) }, y: chart.unit === "number" ? {} : { range: highest } },
+      axes: [axis(chart.xUnit, { label: chart.xLabel, labelSize: 20, size: 28, ...(chart.xLog ? { incrs: undefined } : {}) }), axis(chart.unit, { size: 72, ...(chart.unit === "rate" ? { label: "samples/s", labelSize: 20, size: 50 } : {}) })],
+      legend: { show: false }, cursor: { y: false, drag: { x: true, y: false } }, padding: [18, 24, 0, 0],
       hooks: { draw: [paint], setCursor: [(u) => read(u.cursor.idx ?? resting())] },
     }, columns(chart), plot);
     read(resting());
@@ -154,7 +160,7 @@
       isFollowing = follows;
       if (status.textContent !== state) [status.textContent, button.textContent] = [state, label];
     };
-    button.addEventListener("click", () => isFollowing ? set(false, "paused", "Continue") : (set(true, "live", "Pause"), ask()));
+    button.addEventListener("click", () => isFollowing ? set(false, "Paused", "Continue") : (set(true, "Live", "Pause"), ask()));
     async function ask() {
       if (!isFollowing || document.hidden) return;
       try {
@@ -166,10 +172,10 @@
           document.title = page.title;
           make(document.querySelector("main"), page.querySelector("main"));
           drawAll(page);
-          since.textContent = `as of ${new Date().toLocaleTimeString()}`;
+          since.textContent = `· ${new Date().toLocaleTimeString()}`;
         } else if (answer.status !== 304) throw new Error(answer.status);
       } catch {
-        set(false, "not followed: the run has ended, or its machine cannot be reached", "Try again");
+        set(false, "Ended, or out of reach", "Try again");
       }
     }
     setInterval(ask, 2000);

@@ -13,7 +13,7 @@ from brimful.memory import ModuleShare, Moment, memory_timeline, predict_memory
 from brimful.planner import Plan
 from brimful.prediction import Estimate
 from brimful.report.at_peak import block_listing, category_listing
-from brimful.report.layout import Part, Remark
+from brimful.report.layout import Part, Remark, Row
 from brimful.report.measurements import MeasuredSoFar, gauges, predicted_beside_measured
 from brimful.report.page.charts import Chart, Series, Unit, curve
 from brimful.report.page.document import Branch, Model, Page, Section, Tree, UnitBox
@@ -41,6 +41,9 @@ _DEEPEST = 40
 
 _LONGEST_NAME = 120
 """Characters of a name that is shown many times. A choice."""
+
+_WIDE = 16
+"""Ratio of the largest to the smallest budget above which their axis is logarithmic. A choice."""
 
 _MOST_UNITS = 500
 """Units that are shown. A choice."""
@@ -86,8 +89,9 @@ def run_page(
 ) -> Page:
     """A training run: predicted beside measured, its curves, and its plan if it had one."""
     report = training_report(result)
+    parts = [each for each in report.parts if not (isinstance(each, Row) and each.label == "loss")]  # a curve
     sections = [
-        Section(title="Run", content=(*gauges(result, result.budget_bytes), *report.parts)),
+        Section(title="Run", content=(*gauges(result, result.budget_bytes), *parts)),
         *_curves(result.steps, result.validations, result.epochs, plan),
     ]
     if plan is not None:
@@ -233,6 +237,7 @@ def _budget_chart(plan: Plan) -> Chart:
         x_label="budget",
         x=tuple(float(budget) for budget, _ in points),
         x_unit=Unit.BYTES,
+        x_is_log=points[-1][0] > _WIDE * points[0][0],
         unit=Unit.RATE,
         series=(Series(label="throughput", values=tuple(samples / seconds for _, seconds in points)),),
         mark=points.index(here),
@@ -273,8 +278,8 @@ def _charts(
     drawn = curve("Step time", "step", numbers, Unit.SECONDS, times)
     if plan is not None:
         seconds = plan.predicted_step_seconds
-        summary = f"{drawn.summary}; {format_seconds(seconds)} predicted by the plan, the line"
-        drawn = replace(drawn, limit=seconds, summary=summary)
+        summary = f"{drawn.summary}; {format_seconds(seconds)} predicted by the plan"
+        drawn = replace(drawn, limit=seconds, limit_label="predicted step", summary=summary)
     yield drawn
     peaks = [each for each in epochs if each.measured_peak_allocated_bytes is not None]
     if len(peaks) > 1:
@@ -309,6 +314,7 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
         is_stacked=True,
         mark=peak,
         limit=None if limit is None else float(limit.size_bytes),
+        limit_label="" if limit is None else limit.label,
         bands=tuple(_bands(timeline)),
         details=tuple(map(_details, timeline)),
     )
