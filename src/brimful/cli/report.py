@@ -72,14 +72,14 @@ def report_page(
 
         if output.exists() and not force:
             raise SaveError(f"{output} is there already. Name another --output, or replace it with --force.")
-        if output.suffix in (".json", ".pickle"):
-            write_file(output, _timeline(_trace_of(source, device, model), output.suffix))
+        if output.suffix in TIMELINES:
+            write_file(output, timeline(_trace_of(source, device, model), output.suffix))
         else:
             write_file(output, page_html(page_of(source, device, model)))
         say(f"wrote {output}")
 
 
-def _timeline(trace: Trace, suffix: str) -> str | bytes:
+def timeline(trace: Trace, suffix: str) -> str | bytes:
     """Memory over the step of a trace for other viewers."""
     from brimful.memory import memory_timeline
     from brimful.report.timelines import memory_viz_snapshot, perfetto_document
@@ -88,6 +88,9 @@ def _timeline(trace: Trace, suffix: str) -> str | bytes:
         return memory_viz_snapshot(trace)
     return json.dumps(perfetto_document(memory_timeline(trace, moments=_EXPORTED_MOMENTS)))
 
+
+TIMELINES = (".json", ".pickle")
+"""Ends of names of files for Perfetto and for memory_viz."""
 
 _EXPORTED_MOMENTS = 10_000
 """Moments of a file for Perfetto. A choice: 2 MB."""
