@@ -43,7 +43,7 @@
     const count = chart.series.length, resting = () => chart.mark ?? chart.x.length - 1;
     const lines = chart.series.map((_, number) => {
       const place = chart.stacked ? count - 1 - number : number, colour = () => style(`--c${place % 7}`);
-      const line = { stroke: colour, width: chart.stacked ? 0.5 : 2, points: { show: chart.x.length < 30 && !chart.stacked } };
+      const line = { stroke: colour, width: chart.stacked ? 0.5 : 2, points: { show: () => chart.x.length < 30 && !chart.stacked } };
       return chart.stacked ? { ...line, fill: colour, paths: uPlot.paths.stepped({ align: 1 }) } : line;
     });
     const read = (point) => {
@@ -104,12 +104,13 @@
     }, columns(chart), plot);
     read(resting());
     const change = (next) => {
-      const isZoomed = u.scales.x.min > chart.x[0] || u.scales.x.max < chart.x.at(-1);
+      const isZoomed = u.scales.x.min > chart.x[0] || u.scales.x.max < chart.x.at(-1), place = chart.x[u.cursor.idx];
       chart = next;
       readout.ariaLive = document.activeElement === plot ? "polite" : "off";  // news is not read aloud
       u.setData(columns(chart), !isZoomed);
       if (isZoomed) u.redraw();
-      read(u.cursor.idx ?? resting());
+      if (place === undefined) read(resting());
+      else u.setCursor({ left: u.valToPos(place, "x"), top: 0 });
     };
     drawn.set(figure, { u, count, change });
     plot.addEventListener("keydown", (event) => {

@@ -134,11 +134,10 @@ def unfinished_run_page(
 ) -> Page:
     """A training run that has not ended, or was killed: its curves so far, and its plan if it has one."""
     count = len(steps)
-    compared = () if plan is None else tuple(_compared_so_far(plan, steps, epochs))
-    run = Section(title="Run", content=(*compared, Remark("note", "the run has not ended")))
-    sections = [run, *_curves(steps, validations, epochs, plan)]
+    sections = [*_curves(steps, validations, epochs, plan)]
     if plan is not None:
-        sections += plan_page(plan, trace, device, note).sections
+        compared = Section(title="Run", content=tuple(_compared_so_far(plan, steps, epochs)))
+        sections = [compared, *sections, *plan_page(plan, trace, device, note).sections]
     title = f"{name}: {count} step{'s' if count != 1 else ''} so far"
     return Page(title=title, sections=tuple(sections))
 
