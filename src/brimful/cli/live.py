@@ -1,4 +1,4 @@
-"""`--live`: a page that follows a script or a run while it goes on."""
+"""`--live`: a page that follows a script or a run."""
 
 from __future__ import annotations
 

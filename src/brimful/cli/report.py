@@ -177,7 +177,7 @@ def _run_page(directory: Path, device: str | None, model: str | None) -> Page:
 
 
 def run_so_far(directory: Path, step: _Step = _NO_STEP) -> Page:
-    """The page of a run directory while the run goes on; `step` is that of its plan."""
+    """The page of a run that has not ended, by its directory; `step` is that of its plan."""
     from brimful.report.page import unfinished_run_page
     from brimful.trainer.monitor.history import history_so_far
 

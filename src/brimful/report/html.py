@@ -28,8 +28,6 @@ _FAINT = "opacity:0.75"
 _LABEL = f"{_FAINT};white-space:nowrap;min-width:8em"
 _UNBROKEN = 12
 """Characters of a cell that stay on one line."""
-_LONG = 30
-"""Characters of a cell that make a table of three columns or more too wide for a phone."""
 _IGNORED_BY_MATHJAX = "tex2jax_ignore mathjax_ignore"
 """Classes in which a dollar sign is not the start of a formula."""
 
@@ -62,7 +60,7 @@ def escaped(text: str) -> str:
 def _parts(parts: tuple[Part, ...]) -> str:
     """Parts of one type; rows that follow one another are one table."""
     rows = "".join(_fact(part) for part in parts if isinstance(part, Row))
-    return _table(rows) if rows else "".join(map(_part, parts))
+    return f"{_TABLE}{rows}</table>" if rows else "".join(map(_part, parts))
 
 
 def _part(part: Part) -> str:
@@ -82,11 +80,7 @@ def _fact(row: Row) -> str:
     return _row((_cell(escaped(row.label), _LABEL), _cell(escaped(row.text))))
 
 
-def _table(rows: str, *, is_wide: bool = False) -> str:
-    """A table; a narrow page shows the cells of a wide one below one another."""
-    kind = ' class="wide"' if is_wide else ""
-    style = "border-collapse:collapse;border:0;margin:4px 0;font-size:13px;text-align:left"
-    return f'<table{kind} style="{style}">{rows}</table>'
+_TABLE = '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:13px;text-align:left">'
 
 
 def _row(cells: tuple[str, ...]) -> str:
@@ -115,8 +109,7 @@ def _listing(listing: Listing) -> str:
             for cell, align in zip(cells, aligned, strict=True)
         )
         lines.append(_row(tuple(shown)))
-    longest = max((len(cell) for cells in listing.rows for cell in cells if isinstance(cell, str)), default=0)
-    table = _table("".join(lines), is_wide=len(aligned) > 2 and longest > _LONG)
+    table = f"{_TABLE}{''.join(lines)}</table>"
     title = escaped(listing.title)
     if listing.is_detail:
         summary = f'<summary style="cursor:pointer;opacity:0.8">{title}</summary>'
@@ -160,7 +153,7 @@ def _gauge(gauge: Gauge) -> str:
         )
         for bar in gauge.bars
     )
-    return _table(rows, is_wide=True)
+    return f"{_TABLE}{rows}</table>"
 
 
 def _bar(bar: Bar, limit: float | None, whole: float) -> str:

@@ -1,4 +1,4 @@
-"""A page on a port of this machine, for a browser on it, while a run goes on.
+"""A page on a port of this machine, for a browser on it, that follows a run.
 
 Whoever has its address sees it: the address has a random token. What asks under another name than
 127.0.0.1 or localhost is refused, so that no web page reaches it by a name that it makes point here.
@@ -30,7 +30,7 @@ _OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")
 """Values of the header `Host` that are answered; a tunnel has another port."""
 
 _LEAST_RESTS = 20
-"""The page is made again after so many times the processor time that making it took. A choice: 5%."""
+"""Multiple of the processor time of making a page after which it is made again. A choice: 5%."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
