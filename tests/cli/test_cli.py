@@ -586,7 +586,8 @@ TRAIN = (
     "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
-    "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
+    "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir",
+    "--live", "--live-port", "--resume", "--save-every",
     "--validate-every",
     "--keep-saves", "--compare-plain", "--json",
 )  # fmt: skip
@@ -628,7 +629,10 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize",
         "--largest", "--output", "--check", "--diff", "--export", "--verify", "--json", "--prices", *LENGTH,
     ],
-    "run": ["--module", "--steps", "--eager", "--budget", "--device", "--output"],
+    "run": [
+        "--module", "--steps", "--eager", "--budget", "--device", "--output", "--timeline", "--live",
+        "--live-port",
+    ],
     "report": ["--output", "--device", "--model", "--force"],
     "train job": [
         *TRAIN, "--seq-len", "--image-size", "--set", "--dtype", "--lora", "--quantize", "--workers",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,28 @@ def test_what_was_seen_is_written_as_json(folder: Path) -> None:
     assert seen["categories"]["parameters"] == parameters_bytes
     assert {each["check"] for each in seen["findings"]} >= {"history-kept"}
     assert sum(seen["categories"].values()) == seen["peak_bytes"]
+
+
+def test_memory_over_the_recorded_steps_is_written_for_other_viewers(folder: Path) -> None:
+    """For both, with the peak of the report."""
+    asked = ("--output=seen.json", "--timeline=steps.pickle", "--timeline=steps.json")
+    ran(folder, "-m", "brimful", "run", *asked, "train.py")
+    peak_bytes = json.loads((folder / "seen.json").read_text(encoding="utf-8"))["peak_bytes"]
+    events = json.loads((folder / "steps.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert max(sum(each["args"].values()) for each in events if each["ph"] == "C") == peak_bytes
+    (entries,) = pickle.loads((folder / "steps.pickle").read_bytes())["device_traces"]
+    change = {"alloc": 1, "free_completed": -1}
+    levels = accumulate(change.get(each["action"], 0) * each["size"] for each in entries)
+    assert max(levels) == peak_bytes
+    lines = {frame["filename"] for each in entries for frame in each["frames"]}
+    assert any(line.endswith("train.py") for line in lines)
+
+
+def test_a_timeline_of_another_kind_is_refused_before_the_script_starts(folder: Path) -> None:
+    refused = ran(folder, "-m", "brimful", "run", "--timeline=steps.png", "train.py")
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert "--timeline steps.png: end the name in .pickle or in .json" in refused.stderr
 
 
 def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:

@@ -250,6 +250,10 @@ class RunOptions:
     """Write TensorBoard's event files, to --run-dir/tensorboard."""
     wandb: str | None = field(default=None, metadata={"metavar": "PROJECT"})
     """Log to this project of Weights & Biases."""
+    live: bool = False
+    """Serve a page that follows the run on this machine; standard error has its address."""
+    live_port: PositiveInt | None = field(default=None, metadata={"max": 65535})
+    """The port of the page of --live. Default: a free one."""
     resume: bool = False
     """Resume from the newest checkpoint in --run-dir with its plan; start if there is none."""
 

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from brimful.report.page import Page
     from brimful.trace import Trace
 
+_Step = tuple["Trace | None", "Device | None", str]
+"""The trace of a plan's step and its device; else why they are not known."""
+
+_NO_STEP: _Step = (None, None, "")
+
 _KINDS = (
     "a run directory (brimful train), a plan (brimful plan --output), a trace (brimful estimate --save-trace), "
     "an estimate (brimful estimate --json), a watched run (brimful run --output) or a CUDA memory snapshot "
@@ -67,14 +72,14 @@ def report_page(
 
         if output.exists() and not force:
             raise SaveError(f"{output} is there already. Name another --output, or replace it with --force.")
-        if output.suffix in (".json", ".pickle"):
-            write_file(output, _timeline(_trace_of(source, device, model), output.suffix))
+        if output.suffix in TIMELINES:
+            write_file(output, timeline(_trace_of(source, device, model), output.suffix))
         else:
             write_file(output, page_html(page_of(source, device, model)))
         say(f"wrote {output}")
 
 
-def _timeline(trace: Trace, suffix: str) -> str | bytes:
+def timeline(trace: Trace, suffix: str) -> str | bytes:
     """Memory over the step of a trace for other viewers."""
     from brimful.memory import memory_timeline
     from brimful.report.timelines import memory_viz_snapshot, perfetto_document
@@ -83,6 +88,9 @@ def _timeline(trace: Trace, suffix: str) -> str | bytes:
         return memory_viz_snapshot(trace)
     return json.dumps(perfetto_document(memory_timeline(trace, moments=_EXPORTED_MOMENTS)))
 
+
+TIMELINES = (".json", ".pickle")
+"""Ends of names of files for Perfetto and for memory_viz."""
 
 _EXPORTED_MOMENTS = 10_000
 """Moments of a file for Perfetto. A choice: 2 MB."""
@@ -151,29 +159,41 @@ def _trace_page(trace: Trace, device: str | None) -> Page:
 
 
 def _run_page(directory: Path, device: str | None, model: str | None) -> Page:
-    from brimful.planner import Plan
-    from brimful.report.page import run_page, unfinished_run_page
+    from brimful.report.page import run_page
     from brimful.results import TrainingResult
 
-    file, metrics, plan_file = (directory / name for name in ("result.json", "metrics.jsonl", "plan.json"))
+    file, metrics = (directory / name for name in ("result.json", "metrics.jsonl"))
     if not (is_file(file) or is_file(metrics)):
         raise FileFormatError(
             f"{directory} is not a run directory: it has neither {file.name} nor {metrics.name}."
         )
-    plan = Plan.load(plan_file) if is_file(plan_file) else None
-    step = (None, None, "") if plan is None else _step_of(plan, device, model)
-    if is_file(file):
-        where = f"the result {file}"
-        document: Any = parse_json(read_regular_file(file, what="result"), where=where)
-        return run_page(TrainingResult.from_json(document, where=where), plan, *step)
+    plan = _plan_of_run(directory)
+    step = _NO_STEP if plan is None else _step_of(plan, device, model)
+    if not is_file(file):
+        return run_so_far(directory, step)
+    where = f"the result {file}"
+    document: Any = parse_json(read_regular_file(file, what="result"), where=where)
+    return run_page(TrainingResult.from_json(document, where=where), plan, *step)
+
+
+def run_so_far(directory: Path, step: _Step = _NO_STEP) -> Page:
+    """The page of a run that has not ended, by its directory; `step` is that of its plan."""
+    from brimful.report.page import unfinished_run_page
     from brimful.trainer.monitor.history import history_so_far
 
-    history = history_so_far(read_regular_file(metrics, what="record of steps"))
-    name = directory.resolve().name
-    return unfinished_run_page(name, history.steps, history.validations, history.epochs, plan, *step)
+    history = history_so_far(read_regular_file(directory / "metrics.jsonl", what="record of steps"))
+    records = (history.steps, history.validations, history.epochs)
+    return unfinished_run_page(directory.resolve().name, *records, _plan_of_run(directory), *step)
 
 
-def _step_of(plan: Plan, device: str | None, model: str | None) -> tuple[Trace | None, Device | None, str]:
+def _plan_of_run(directory: Path) -> Plan | None:
+    from brimful.planner import Plan
+
+    file = directory / "plan.json"
+    return Plan.load(file) if is_file(file) else None
+
+
+def _step_of(plan: Plan, device: str | None, model: str | None) -> _Step:
     """The step of a plan on its device; else why it is not known.
 
     A plan is data: only a built-in model, or the one that the command line names, is run.

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from brimful.cli.live import LIVE_HELP, PORT_HELP, live_page, showing_evidence
 from brimful.cli.output import exit_script, report_errors, say
+from brimful.cli.report import TIMELINES
+from brimful.cli.report import timeline as written_timeline
 from brimful.cli.tracebacks import traceback_text
-from brimful.errors import SaveError
+from brimful.errors import SaveError, UsageError
 from brimful.utils.files import write_file
 from brimful.utils.first_rank import is_first_rank
 
@@ -53,6 +56,19 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", help="Also write what was seen to this JSON file.")
     ] = None,
+    timeline: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--timeline",
+            help="Also write memory over the recorded steps to this file: .pickle for pytorch.org/memory_viz, "
+            ".json for Perfetto; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help=LIVE_HELP)] = False,
+    live_port: Annotated[
+        int | None, typer.Option("--live-port", min=1, max=65535, help=PORT_HELP, show_default=False)
+    ] = None,
 ) -> None:
     """Run a training script unchanged, and say what holds its memory and what is wrong with it.
 
@@ -66,11 +82,25 @@ def run(
 
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
+        timelines = [each.absolute() for each in timeline or ()]
+        for each in timelines:
+            if each.suffix not in TIMELINES:
+                raise UsageError(f"--timeline {each.name}: end the name in .pickle or in .json.")
         within = _planned_trainers(budget, device) if budget or device else None
-        ran = run_script(script, context.args, steps=steps, is_module=is_module, eager=eager, within=within)
+        with live_page(f"watching {script}", live, live_port) as page:
+            ran = run_script(
+                script,
+                context.args,
+                steps=steps,
+                is_module=is_module,
+                eager=eager,
+                within=within,
+                on_step=showing_evidence(page),
+            )
         has_ended = within is not None and within.has_ended_script
         if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
-            _show(ran.evidence, file if is_first_rank() else None)
+            is_first = is_first_rank()  # others show what went wrong in them
+            _show(ran.evidence, file if is_first else None, timelines if is_first else [])
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -91,7 +121,7 @@ def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
-def _show(evidence: Evidence, file: Path | None) -> None:
+def _show(evidence: Evidence, file: Path | None, timelines: list[Path]) -> None:
     """Show and write what was seen; that neither can be done leaves the script's exit status."""
     from brimful.doctor import watched_document, watched_text
 
@@ -99,6 +129,8 @@ def _show(evidence: Evidence, file: Path | None) -> None:
         say(watched_text(evidence))
         if file is not None:
             write_file(file, json.dumps(watched_document(evidence), indent=2))
+        for each in timelines:
+            write_file(each, written_timeline(evidence.trace, each.suffix))
     except SaveError as error:
         say(str(error))
     except Exception as error:

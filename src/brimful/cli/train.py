@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from brimful.cli.live import live_page, showing_run
 from brimful.cli.options import (
     AsJson,
     ImageOptions,
@@ -198,6 +199,7 @@ def _train(
     check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
         raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
+    page = context.with_resource(live_page(f"training {job.name}", run.live, run.live_port))
     if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
         choose_device(None, resolve_device(run.device).kind)
     rate = run.learning_rate
@@ -225,7 +227,7 @@ def _train(
             chosen,
             run_dir=where,
             resume=goes_on,
-            callbacks=_trackers(run, where),
+            callbacks=[*_trackers(run, where), *showing_run(page, where)],
             show_progress=not as_json,
             **training.asked(),
         )

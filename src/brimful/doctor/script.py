@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +41,13 @@ def run_script(
     is_module: bool = False,
     eager: bool = False,
     within: AbstractContextManager[object] | None = None,
+    on_step: Callable[[Evidence], None] | None = None,
 ) -> ScriptRun:
     """Run a script, or a module as `python -m` does, in this process, and watch its first optimizer steps.
 
     `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`; the script runs in the context
-    `within`. UsageError if there is no such file or folder.
+    `within`. `on_step` is called with what was seen so far after each recorded step, and after the timed ones.
+    UsageError if there is no such file or folder.
     """
     if not is_module and not Path(target).exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
@@ -55,6 +57,8 @@ def run_script(
     status = 0
     ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)
+    if on_step is not None:
+        watch.on_step = lambda: on_step(watch.evidence())
     try:
         with within or nullcontext(), watch:
             _run(target, is_module=is_module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from brimful.doctor.allocations import DeviceUse, LineUse, device_uses, live_bytes
@@ -26,16 +26,18 @@ def snapshot_text(name: str, uses: Sequence[DeviceUse]) -> str:
 
 def snapshot_page(name: str, snapshot: Snapshot) -> Page:
     """What a snapshot shows, GPU by GPU, with memory over its history."""
-    sections = []
+    sections, peaks = [], list[int]()
     for each in device_uses(snapshot):
         content: list[Part | Chart] = list(_parts(each))
         if each.events:
             allocated = live_bytes(snapshot, each.device)
             title = f"Memory in tensors on GPU {each.device} over its history"
             events = [*range(len(allocated))]
-            content.append(curve(title, "event", events, Unit.BYTES, {"allocated": allocated}))
+            content.append(curve(title, "event", events, Unit.BYTES, {"allocated": allocated}, of_peak=True))
         sections.append(Section(title=f"GPU {each.device}", content=tuple(content)))
-    return Page(title=name, sections=tuple(sections))
+        peaks += () if each.peak is None else (each.peak.size_bytes,)
+    highest = f": {format_bytes(max(peaks))} in tensors at the peak" if peaks else ""
+    return Page(title=f"{name}{highest}", sections=tuple(sections))
 
 
 def snapshot_document(uses: Sequence[DeviceUse]) -> dict[str, Any]:
@@ -44,13 +46,8 @@ def snapshot_document(uses: Sequence[DeviceUse]) -> dict[str, Any]:
 
 
 def _parts(use: DeviceUse) -> Iterator[Part]:
-    yield Row("reserved", f"{format_bytes(use.reserved_bytes)} in {_counted(use.segments, 'segment')}")
-    yield Row("allocated", f"{format_bytes(use.allocated_bytes)} in tensors")
-    if use.late_bytes:
-        yield Row("freed late", f"{format_bytes(use.late_bytes)} that other streams may still use")
-    largest = f", the largest block {format_bytes(use.largest_free_bytes)}" if use.free_inside_bytes else ""
-    yield Row("free between", f"{format_bytes(use.free_inside_bytes)} in segments with tensors{largest}")
-    yield Row("cached", f"{format_bytes(use.cached_bytes)} in empty segments")
+    if use.segments or use.peak is None:  # a predicted history has no segments
+        yield from _now(use)
     for each in use.ran_out:
         free = "" if each.device_free_bytes is None else f", {format_bytes(each.device_free_bytes)} free"
         held = f"{format_bytes(each.allocated_bytes)} in tensors{free}"
@@ -63,7 +60,8 @@ def _parts(use: DeviceUse) -> Iterator[Part]:
     else:
         yield Row("peak", f"{format_bytes(use.peak.size_bytes)} in tensors, as requested")
         yield _lines("at the peak, by line of code", use.peak.lines)
-    yield _lines("at the end, by line of code", use.lines)
+    if use.lines:
+        yield replace(_lines("at the end, by line of code", use.lines), is_detail=True)
     if use.before_bytes and use.peak is not None:
         text = (
             f"the history of {use.events} events begins with {format_bytes(use.before_bytes)} allocated, of "
@@ -73,10 +71,21 @@ def _parts(use: DeviceUse) -> Iterator[Part]:
     yield findings_part(use.findings)
 
 
+def _now(use: DeviceUse) -> Iterator[Part]:
+    """What the allocator holds when the snapshot is taken."""
+    yield Row("reserved", f"{format_bytes(use.reserved_bytes)} in {_counted(use.segments, 'segment')}")
+    yield Row("allocated", f"{format_bytes(use.allocated_bytes)} in tensors")
+    if use.late_bytes:
+        yield Row("freed late", f"{format_bytes(use.late_bytes)} that other streams may still use")
+    largest = f", the largest block {format_bytes(use.largest_free_bytes)}" if use.free_inside_bytes else ""
+    yield Row("free between", f"{format_bytes(use.free_inside_bytes)} in segments with tensors{largest}")
+    yield Row("cached", f"{format_bytes(use.cached_bytes)} in empty segments")
+
+
 def _lines(title: str, lines: Sequence[LineUse]) -> Listing:
     rows = [(format_bytes(each.size_bytes), f"{each.line}, {_counted(each.blocks, 'block')}") for each in lines]
     more = [("…", f"{len(rows) - _LISTED_LINES} more lines")] if len(rows) > _LISTED_LINES else []
-    return Listing(title=title, line="    {:>9}  {}", rows=(*rows[:_LISTED_LINES], *more), is_detail=True)
+    return Listing(title=title, line="    {:>9}  {}", rows=(*rows[:_LISTED_LINES], *more))
 
 
 def _counted(count: int, what: str) -> str:

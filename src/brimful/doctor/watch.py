@@ -99,6 +99,8 @@ class Watch:
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
         self._is_recording, self._eager, self._compiled = False, eager, ""
         self.error = ""
+        self.on_step: Callable[[], None] = lambda: None
+        """Called after each recorded step, and after the last one that is timed."""
         self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -425,6 +427,7 @@ class Watch:
         self._timed_optimizer = next(iter(self._optimizers.keys()), 0)
         at.step, at.micro_batch, at.phase = at.step + 1, 0, Phase.OPTIMIZER
         ops.forget_failure()
+        self.on_step()
         self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
             self._stop()
@@ -487,6 +490,8 @@ class Watch:
             self._profiled_seconds = time.perf_counter() - self._began
         elif self._began is not None:
             self._after.append((now - self._began, self._waited))
+            if len(self._after) == self._asked:
+                self.on_step()
         self._began, self._waited = time.perf_counter(), 0.0
 
     @property

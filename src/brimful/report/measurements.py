@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from brimful.planner import Plan, PlanCheck
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
@@ -11,7 +12,24 @@ from brimful.results.measurement import busy_text
 from brimful.utils.quantities import format_bytes, format_seconds
 
 
-def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSoFar:
+    """What a plan predicts, and what has been measured of its run until now, under the names of a result."""
+
+    predicted_peak_allocated_bytes: int | None
+    measured_peak_allocated_bytes: int | None
+    predicted_peak_reserved_bytes: int | None
+    measured_peak_reserved_bytes: int | None
+    predicted_peak_device_bytes: int | None
+    measured_peak_device_bytes: int | None
+    predicted_step_seconds: float | None
+    measured_step_seconds: float | None
+
+
+Compared = Measurement | TrainingResult | MeasuredSoFar
+
+
+def predicted_beside_measured(compared: Compared) -> Listing:
     """A table of peaks and step time: predicted, measured, and how far apart. On a CPU there is one peak."""
     rows = [
         (name, _bytes(predicted), _bytes(measured), _error(predicted, measured))
@@ -24,7 +42,7 @@ def predicted_beside_measured(compared: Measurement | TrainingResult) -> Listing
     return Listing(line="  {:<20}{:>12}{:>12}{:>9}", heading=heading, rows=tuple(rows))
 
 
-def gauges(compared: Measurement | TrainingResult, budget_bytes: int | None = None) -> Iterator[Gauge]:
+def gauges(compared: Compared, budget_bytes: int | None = None) -> Iterator[Gauge]:
     """The largest peak and the step time as bars, predicted above measured, as far as both are known."""
     _, predicted, measured = _peaks(compared)[-1]
     if predicted is not None and measured is not None:
@@ -42,7 +60,7 @@ def _pair(what: str, predicted: tuple[float, str], measured: tuple[float, str]) 
     )
 
 
-def _peaks(compared: Measurement | TrainingResult) -> list[tuple[str, int | None, int | None]]:
+def _peaks(compared: Compared) -> list[tuple[str, int | None, int | None]]:
     peaks = [
         ("peak allocated", compared.predicted_peak_allocated_bytes, compared.measured_peak_allocated_bytes),
         ("peak reserved", compared.predicted_peak_reserved_bytes, compared.measured_peak_reserved_bytes),

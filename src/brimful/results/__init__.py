@@ -19,6 +19,7 @@ from brimful.results.training_run import (
     StopReason,
     TrainingResult,
     ValidationRecord,
+    median_step_seconds,
     steady_steps,
     waiting_fraction,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "WholeRun",
     "describe_growth",
     "larger_entries",
+    "median_step_seconds",
     "steady_steps",
     "waiting_fraction",
     "whole_run",

@@ -184,6 +184,16 @@ def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
     ]
 
 
+def median_step_seconds(steps: Sequence[StepRecord], global_batch_size: int) -> float | None:
+    """Median over the steps with a full batch, except the first and the one whose memory was measured."""
+    steady = [step for step in steps[1:] if step.updated and not step.memory_measured]
+    full_samples = global_batch_size
+    if all(step.samples != full_samples for step in steady):  # a DataLoader with batches of its own size
+        full_samples = max((step.samples for step in steady), default=0)
+    seconds = [step.seconds for step in steady if step.samples == full_samples]
+    return statistics.median(seconds) if seconds else None
+
+
 def waiting_fraction(steps: Sequence[StepRecord]) -> float:
     """Fraction of the time of some steps spent waiting for data."""
     total = sum(step.total_seconds for step in steps)

@@ -37,6 +37,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
         self.scripts: list[str] = []
+        self.styles: list[str] = []
         self._open: list[str] = []
         self.feed(text)
         self.close()
@@ -53,7 +54,9 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] == "script":
             self.scripts.append(data)
-        elif self._open and self._open[-1] != "style":
+        elif self._open and self._open[-1] == "style":
+            self.styles.append(data)
+        elif self._open:
             self.words.append(data)
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
@@ -97,7 +100,8 @@ def test_a_page_is_sound_and_loads_nothing(name: str) -> None:
     assert "@import" not in text
     assert "url(" not in text
     (policy,) = (each["content"] for each in page.all("meta") if "http-equiv" in each)
-    digests = {base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in page.scripts[1:]}
+    code = (*page.scripts[1:], *page.styles)
+    digests = {base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in code}
     assert set(re.findall(r"sha256-([^']+)", policy or "")) == digests
     assert (policy or "").startswith("default-src 'none'; script-src ")
 

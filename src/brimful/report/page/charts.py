@@ -60,7 +60,11 @@ class Chart:
     mark: int | None = None
     """A point to mark."""
     limit: float | None = None
-    """A value to draw as a line, such as the budget, unless it is far above; `summary` says what it is."""
+    """A value to draw as a line, such as the budget, unless it is far above."""
+    limit_label: str = ""
+    """What it is."""
+    x_is_log: bool = False
+    """Whether x is drawn on a logarithmic axis."""
     bands: tuple[tuple[int, str], ...] = ()
     """Where along x a part begins, by its point, and the part's name."""
     details: tuple[str, ...] = ()
@@ -78,6 +82,8 @@ class Chart:
             "stacked": self.is_stacked,
             "mark": self.mark,
             "limit": self.limit,
+            "limitLabel": self.limit_label,
+            "xLog": self.x_is_log,
             "bands": [list(band) for band in self.bands],
             "details": list(self.details),
         }
@@ -101,17 +107,32 @@ class Chart:
 
 
 def curve(
-    title: str, x_label: str, x: Sequence[float], unit: Unit, values: Mapping[str, Sequence[float | None]]
+    title: str,
+    x_label: str,
+    x: Sequence[float],
+    unit: Unit,
+    values: Mapping[str, Sequence[float | None]],
+    *,
+    of_peak: bool = False,
 ) -> Chart:
-    """Curves over steps; where there are too many, each point is the mean of some that follow one another."""
+    """Curves over steps; where there are too many, each point is the mean of some that follow one another.
+
+    With `of_peak` it is the highest of them, and the highest of all is marked.
+    """
     size = -(-len(x) // POINTS) or 1
-    thinned = {label: [_mean(part) for part in _parts(each, size)] for label, each in values.items()}
+    kind, joined = ("highest", _highest) if of_peak else ("mean", _mean)
+    thinned = {label: [joined(part) for part in _parts(each, size)] for label, each in values.items()}
     ends = [
         f"{label} {_shown(unit, known[0])} at first, {_shown(unit, known[-1])} at last"
         for label, each in thinned.items()
         if (known := [value for value in each if _finite(value) is not None])
     ]
-    means = f"; each point is the mean of {size} steps" if size > 1 else ""
+    means = f"; each point is the {kind} of {size} {x_label}s" if size > 1 else ""
+    mark = None
+    if of_peak:
+        (heights,) = ([value or 0.0 for value in each] for each in thinned.values())
+        mark = max(range(len(heights)), key=heights.__getitem__)
+        ends.insert(0, f"peak {_shown(unit, heights[mark])}, marked")
     return Chart(
         title=title,
         summary="; ".join(ends) + means,
@@ -119,6 +140,7 @@ def curve(
         x=tuple(part[0] for part in _parts(x, size)),
         unit=unit,
         series=tuple(Series(label=label, values=tuple(each)) for label, each in thinned.items()),
+        mark=mark,
     )
 
 
@@ -129,6 +151,10 @@ def _parts(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return sum(known) / len(known) if known else None
+
+
+def _highest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _finite(value: float | None) -> float | None:

@@ -1,8 +1,9 @@
 """A page as one HTML file that needs nothing else.
 
 Styles, scripts and uPlot, the library that draws the charts, are in the file, and its Content-Security-Policy
-permits no request and no other script. Every text is escaped in elements; what the scripts draw is JSON in
-which "<" is escaped, and they set text, never HTML.
+permits no request, no other script and no other style sheet; a live page may ask for itself. Every text is
+escaped in elements; what the scripts draw is JSON in which "<" is escaped, and they set text, never HTML. A
+live page takes over elements of its next version, which no script of that version enters.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import base64
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from itertools import count
 
@@ -75,35 +77,53 @@ class Page:
     sections: tuple[Section, ...]
 
 
-def page_html(page: Page) -> str:
-    """A page as an HTML document."""
+def page_html(page: Page, *, is_live: bool = False) -> str:
+    """A page as an HTML document; a live one asks for itself again and again, and shows what changed."""
     charts: list[Chart] = []
     sections = "".join(_section(section, charts) for section in page.sections)
     data = json.dumps([chart.drawn() for chart in charts], separators=(",", ":")).replace("<", "\\u003c")
-    scripts = [_asset("uplot", "uPlot.iife.min.js"), _asset("page.js")] if charts else []
-    permitted = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
-    policy = f"default-src 'none'; script-src {permitted}; style-src 'unsafe-inline'"
-    styles = "".join(f"<style>{_asset(*name)}</style>" for name in (("uplot", "uPlot.min.css"), ("page.css",)))
+    scripts = "".join(f"<script>{_asset(*name)}</script>" for name in _SCRIPTS) if charts or is_live else ""
+    styles = "".join(f"<style>{_asset(*name)}</style>" for name in _STYLES)
     title = escaped(page.title)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{security_policy(is_live=is_live)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{title}</title>{styles}</head><body><main><h1>{title}</h1>{sections}</main>"
-        f'<script type="application/json" id="charts">{data}</script>'
-        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
+        f"<title>{title}</title>{styles}</head><body>{_LIVE if is_live else ''}<main><h1>{title}</h1>"
+        f'{sections}</main><script type="application/json" id="charts">{data}</script>{scripts}</body></html>\n'
     )
+
+
+_SCRIPTS = (("uplot", "uPlot.iife.min.js"), ("page.js",))
+_STYLES = (("uplot", "uPlot.min.css"), ("page.css",))
+_LIVE = (
+    '<header class="live"><span role="status">Live</span> <span></span> '
+    '<button type="button">Pause</button></header>'
+)
+"""Whether the page still follows its run, since when, and what stops it."""
+
+
+@cache
+def security_policy(*, is_live: bool) -> str:
+    """The Content-Security-Policy of a page: its own scripts and styles; a live page's requests for itself."""
+    scripts, styles = (" ".join(map(_digest, names)) for names in (_SCRIPTS, _STYLES))
+    requests = "; connect-src 'self'" if is_live else ""
+    return (
+        f"default-src 'none'; script-src {scripts}; style-src {styles}; style-src-attr 'unsafe-inline'"
+        f"{requests}; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(name: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(_asset(*name).encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def _asset(*name: str) -> str:
     text = resources.files("brimful.report.page").joinpath(*name).read_text(encoding="utf-8")
     assert "</s" not in text.lower(), f"{name} would end its own element"
     return text
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _section(section: Section, charts: list[Chart]) -> str:
@@ -168,7 +188,8 @@ def _branch(branch: Branch, *, is_open: bool = False) -> str:
     )
     if not branch.branches:
         return f'<li><div class="leaf">{line}</div></li>'
-    inside = "".join(map(_branch, branch.branches))
+    is_only = is_open and len(branch.branches) == 1
+    inside = "".join(_branch(each, is_open=is_only) for each in branch.branches)
     opened = " open" if is_open else ""
     return f"<li><details{opened}><summary>{line}</summary><ul>{inside}</ul></details></li>"
 

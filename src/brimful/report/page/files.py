@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from brimful.codec import NonNegativeInt, UnboundedFloat, decode_directly
 from brimful.errors import FileFormatError
 from brimful.memory import HeldStorage, ModuleShare, Moment
 from brimful.memory.at_error import Saving
+from brimful.prediction import Verdict
 from brimful.report.at_peak import block_listing, category_listing, peak_place
-from brimful.report.layout import Listing, Part, Remark, Row
+from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Row
 from brimful.report.out_of_memory import asked_row, savings_listing
 from brimful.report.page.document import Page, Section
 from brimful.report.page.pages import module_sections, timeline_sections
+from brimful.report.plans import TONES, time_shares_text
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import format_bytes, format_interval, format_rate, format_seconds
 
@@ -31,7 +33,7 @@ class _EstimateFile:
 
     job: str
     device: str
-    verdict: str
+    verdict: Verdict
     capacity_bytes: NonNegativeInt
     predicted_peak_allocated_bytes: NonNegativeInt
     predicted_peak_device_bytes: NonNegativeInt
@@ -76,6 +78,8 @@ class _WatchedFile:
     largest: tuple[HeldStorage, ...]
     growth_bytes_per_step: int | None
     step_seconds: float | None
+    time_shares: dict[str, float] = field(default_factory=dict)
+    watching_seconds: float | None = None
     findings: tuple[_Finding, ...]
     savings: tuple[Saving, ...] = ()
     timeline: tuple[Moment, ...] = ()
@@ -92,17 +96,24 @@ def estimate_file_page(content: bytes, *, where: str) -> Page:
     found: _EstimateFile = decode_directly(content, _EstimateFile, where=where)
     place = peak_place(found.peak.phase, found.peak.module, found.peak.op)
     low, high = map(format_bytes, found.predicted_device_interval_bytes)
+    bar = Bar(
+        label="peak",
+        text=f"{format_bytes(found.predicted_peak_device_bytes)} of {format_bytes(found.capacity_bytes)}",
+        size=found.predicted_peak_device_bytes,
+        high=found.predicted_device_interval_bytes[1],
+        tone=TONES[found.verdict],
+    )
     seconds = format_interval(*map(format_seconds, found.predicted_step_seconds_interval))
-    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in found.predicted_time_shares.items())
     peak_bytes, capacity = format_bytes(found.predicted_peak_device_bytes), format_bytes(found.capacity_bytes)
     parts: tuple[Part, ...] = (
+        Gauge(bars=(bar,), limit=found.capacity_bytes),
         Row("predicted peak", f"{peak_bytes} of {capacity}, {low} to {high}"),
         Row(
             "predicted step",
             f"{format_seconds(found.predicted_step_seconds)} ({seconds}), "
             f"{format_rate(found.predicted_samples_per_second)}",
         ),
-        Row("time goes to", shares),
+        Row("time goes to", time_shares_text(found.predicted_time_shares.items())),
         category_listing(place, found.breakdown.items(), found.predicted_peak_allocated_bytes),
         block_listing(found.largest),
         Remark(
@@ -170,6 +181,10 @@ def _peak(found: _WatchedFile) -> Iterator[Part]:
         yield Row("growth", text)
     if found.step_seconds is not None:
         yield Row("step", f"{format_seconds(found.step_seconds)}, unwatched")
+    if found.time_shares:
+        yield Row("time goes to", time_shares_text(found.time_shares.items()))
+    if found.watching_seconds is not None:
+        yield Row("watching", f"added {format_seconds(found.watching_seconds)} to these steps")
     if found.peak_bytes is None or found.peak_phase is None:
         yield Remark("note", "no tensor was made in the watched steps")
         return

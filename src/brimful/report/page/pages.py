@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -12,16 +13,22 @@ from brimful.memory import ModuleShare, Moment, memory_timeline, predict_memory
 from brimful.planner import Plan
 from brimful.prediction import Estimate
 from brimful.report.at_peak import block_listing, category_listing, peak_place
-from brimful.report.layout import Remark
-from brimful.report.measurements import gauges
+from brimful.report.layout import Part, Remark, Row
+from brimful.report.measurements import MeasuredSoFar, gauges, predicted_beside_measured
 from brimful.report.page.charts import Chart, Series, Unit, curve
 from brimful.report.page.document import Branch, Model, Page, Section, Tree, UnitBox
 from brimful.report.plans import estimate_report, plan_report
 from brimful.report.training import training_report
-from brimful.results import EpochRecord, StepRecord, TrainingResult, ValidationRecord
+from brimful.results import (
+    EpochRecord,
+    StepRecord,
+    TrainingResult,
+    ValidationRecord,
+    median_step_seconds,
+)
 from brimful.settings import Action, UnitAction
 from brimful.trace import Category, Trace
-from brimful.utils.quantities import format_bytes
+from brimful.utils.quantities import format_bytes, format_seconds
 
 _LEAST_SHARE = 0.001
 """Part of the peak below which a module is not shown. A choice."""
@@ -34,6 +41,9 @@ _DEEPEST = 40
 
 _LONGEST_NAME = 120
 """Characters of a name that is shown many times. A choice."""
+
+_WIDE = 16
+"""Ratio of the largest to the smallest budget above which their axis is logarithmic. A choice."""
 
 _MOST_UNITS = 500
 """Units that are shown. A choice."""
@@ -80,9 +90,10 @@ def run_page(
 ) -> Page:
     """A training run: predicted beside measured, its curves, and its plan if it had one."""
     report = training_report(result)
+    parts = [each for each in report.parts if not (isinstance(each, Row) and each.label == "loss")]  # a curve
     sections = [
-        Section(title="Run", content=(*gauges(result, result.budget_bytes), *report.parts)),
-        *_curves(result.steps, result.validations, result.epochs),
+        Section(title="Run", content=(*gauges(result, result.budget_bytes), *parts)),
+        *_curves(result.steps, result.validations, result.epochs, plan),
     ]
     if plan is not None:
         sections += [Section(title="Plan", content=plan_report(plan).parts), *_sections_of_plan(plan)]
@@ -124,12 +135,34 @@ def unfinished_run_page(
 ) -> Page:
     """A training run that has not ended, or was killed: its curves so far, and its plan if it has one."""
     count = len(steps)
-    note_on_end = Remark("note", "the run has not ended: report it again to see more")
-    sections = [Section(title="Run", content=(note_on_end,)), *_curves(steps, validations, epochs)]
+    sections = [*_curves(steps, validations, epochs, plan)]
     if plan is not None:
-        sections += plan_page(plan, trace, device, note).sections
+        compared = Section(title="Run", content=tuple(_compared_so_far(plan, steps, epochs)))
+        sections = [compared, *sections, *plan_page(plan, trace, device, note).sections]
     title = f"{name}: {count} step{'s' if count != 1 else ''} so far"
     return Page(title=title, sections=tuple(sections))
+
+
+def _compared_so_far(plan: Plan, steps: Sequence[StepRecord], epochs: Sequence[EpochRecord]) -> Iterator[Part]:
+    """What a plan predicts beside what its run has measured."""
+
+    def highest(name: str) -> int | None:
+        return max((size for each in epochs if (size := getattr(each, name)) is not None), default=None)
+
+    found = MeasuredSoFar(
+        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
+        measured_peak_allocated_bytes=highest("measured_peak_allocated_bytes"),
+        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
+        measured_peak_reserved_bytes=highest("measured_peak_reserved_bytes"),
+        predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
+        measured_peak_device_bytes=highest("measured_peak_device_bytes"),
+        predicted_step_seconds=plan.predicted_step_seconds,
+        measured_step_seconds=median_step_seconds(steps, plan.settings.global_batch_size),
+    )
+    yield from gauges(found, plan.budget_bytes)
+    yield predicted_beside_measured(found)
+    if found.measured_peak_allocated_bytes is None:
+        yield Remark("note", "the peak is known when the first epoch has ended")
 
 
 def timeline_sections(timeline: Sequence[Moment], limit: _Limit | None = None) -> Iterator[Section]:
@@ -204,6 +237,7 @@ def _budget_chart(plan: Plan) -> Chart:
         x_label="budget",
         x=tuple(float(budget) for budget, _ in points),
         x_unit=Unit.BYTES,
+        x_is_log=points[-1][0] > _WIDE * points[0][0],
         unit=Unit.RATE,
         series=(Series(label="throughput", values=tuple(samples / seconds for _, seconds in points)),),
         mark=points.index(here),
@@ -211,15 +245,21 @@ def _budget_chart(plan: Plan) -> Chart:
 
 
 def _curves(
-    steps: Sequence[StepRecord], validations: Sequence[ValidationRecord], epochs: Sequence[EpochRecord]
+    steps: Sequence[StepRecord],
+    validations: Sequence[ValidationRecord],
+    epochs: Sequence[EpochRecord],
+    plan: Plan | None,
 ) -> Iterator[Section]:
     """The curves of a run, in a section of their own."""
     if len(steps) > 1:
-        yield Section(title="Curves", content=tuple(_charts(steps, validations, epochs)))
+        yield Section(title="Curves", content=tuple(_charts(steps, validations, epochs, plan)))
 
 
 def _charts(
-    steps: Sequence[StepRecord], validations: Sequence[ValidationRecord], epochs: Sequence[EpochRecord]
+    steps: Sequence[StepRecord],
+    validations: Sequence[ValidationRecord],
+    epochs: Sequence[EpochRecord],
+    plan: Plan | None,
 ) -> Iterator[Chart]:
     numbers = [float(each.step) for each in steps]
     yield curve("Loss", "step", numbers, Unit.NUMBER, {"loss": [each.loss for each in steps]})
@@ -235,7 +275,12 @@ def _charts(
         "step": [each.seconds for each in steps],
         "waiting for data": [each.data_seconds for each in steps],
     }
-    yield curve("Step time", "step", numbers, Unit.SECONDS, times)
+    drawn = curve("Step time", "step", numbers, Unit.SECONDS, times)
+    if plan is not None:
+        seconds = plan.predicted_step_seconds
+        summary = f"{drawn.summary}; {format_seconds(seconds)} predicted by the plan"
+        drawn = replace(drawn, limit=seconds, limit_label="predicted step", summary=summary)
+    yield drawn
     peaks = [each for each in epochs if each.measured_peak_allocated_bytes is not None]
     if len(peaks) > 1:
         numbers = [float(each.epoch) for each in peaks]
@@ -269,6 +314,7 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
         is_stacked=True,
         mark=peak,
         limit=None if limit is None else float(limit.size_bytes),
+        limit_label="" if limit is None else limit.label,
         bands=tuple(_bands(timeline)),
         details=tuple(map(_details, timeline)),
     )

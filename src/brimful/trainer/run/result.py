@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-
 from brimful.execution.setup import device_name
 from brimful.profiling import PeakMemory
-from brimful.results import StepRecord, StopReason, TrainingResult
+from brimful.results import StopReason, TrainingResult, median_step_seconds
 from brimful.trainer.monitor.history import RunHistory
 from brimful.trainer.setup import RunContext
 
@@ -40,7 +37,7 @@ def result_of(
         predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes + average_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
         predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
-        measured_step_seconds=_steady_seconds(history.steps, config.settings.global_batch_size),
+        measured_step_seconds=median_step_seconds(history.steps, config.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
         certificate=run.certificate,
         recoveries=tuple(history.recoveries),
@@ -51,13 +48,3 @@ def result_of(
         notes=tuple(history.notes),
         self_correction=run.state.self_correction,
     )
-
-
-def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int) -> float | None:
-    """Median over the steps with a full batch, except the first and the one whose memory was measured."""
-    steady = [record for record in records[1:] if record.updated and not record.memory_measured]
-    full_samples = global_batch_size
-    if all(record.samples != full_samples for record in steady):  # a DataLoader with batches of its own size
-        full_samples = max((record.samples for record in steady), default=0)
-    seconds = [record.seconds for record in steady if record.samples == full_samples]
-    return statistics.median(seconds) if seconds else None
