@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -153,6 +154,18 @@ def test_a_trainer_trains_to_the_same_weights_inside_the_budget(trainer_script: 
     assert seen["steps"] == 3
     assert seen["findings"] == []
     assert seen["peak_bytes"] <= 3.6 * 2**20
+
+
+def test_the_check_of_a_divided_batch_is_not_seen(tmp_path: Path) -> None:
+    """The first step compares a few samples with their parts, beside what the script does."""
+    divided = TRAINER.replace("per_device_train_batch_size=1", "per_device_train_batch_size=8")
+    assert divided != TRAINER
+    (tmp_path / "train.py").write_text(divided, encoding="utf-8")
+    run = ran(tmp_path, "-m", "brimful", "run", "--budget", "6MiB", "--output", "seen.json", "train.py")
+    assert re.search(r"plan +fp32, micro-batch [124] × ", run.stderr), run.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    assert seen["findings"] == []
+    assert seen["peak_bytes"] <= 6 * 2**20
 
 
 def test_a_trainer_that_does_not_fit_does_not_train(trainer_script: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from brimful.errors import BrimfulError, EquivalenceError, PartialUpdateError
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
-from brimful.execution.random_state import RandomState
+from brimful.execution.random_state import RandomState, undisturbed
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
@@ -179,24 +179,32 @@ def check_split(
     _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
         return True
-    for size in dict.fromkeys((most, 1)):  # fewer samples if memory is short
-        batch = few if size == most else _few_samples(job, layout, global_batch, min(2, samples))
-        try:
-            reason = _why_too_many(job, settings, batch) if layout.count(batch) > micro else ""
-            if not reason:
-                comparison = compare_split_loss(
-                    job, model, batch, samples=layout.count(batch), micro_batch_size=size
-                )
-                break
-        except torch.OutOfMemoryError as error:
-            reason = f"memory ran out: {error}"
-    else:
-        comparison = Comparison(name=IN_EVALUATION, why_not_compared=reason)
+    fewest = few if most == 1 else _few_samples(job, layout, global_batch, min(2, samples))
+    comparison, count = _compare_few(job, model, settings, layout, {most: few, 1: fewest})
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        raise not_the_same(job, comparison, layout.count(batch), device_of(model).type, end=end)
+        raise not_the_same(job, comparison, count, device_of(model).type, end=end)
     return True
+
+
+@undisturbed()  # who watches the step that is checked sees none of it
+def _compare_few(
+    job: Job, model: nn.Module, settings: Settings, layout: BatchLayout, batches: Mapping[int, Batch]
+) -> tuple[Comparison, int]:
+    """Compare the loss of a few samples with that of their parts; returns how many too.
+
+    `batches` has the samples by the size of the parts; the next are tried where memory is short.
+    """
+    for size, batch in batches.items():
+        count = layout.count(batch)
+        try:
+            reason = _why_too_many(job, settings, batch) if count > settings.micro_batch_size else ""
+            if not reason:
+                return compare_split_loss(job, model, batch, samples=count, micro_batch_size=size), count
+        except torch.OutOfMemoryError as error:
+            reason = f"memory ran out: {error}"
+    return Comparison(name=IN_EVALUATION, why_not_compared=reason), count
 
 
 def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
