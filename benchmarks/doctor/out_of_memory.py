@@ -15,7 +15,6 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from brimful.batches import tensors_in
 from brimful.doctor import Watch
 from brimful.execution.explained import Explanation
 from brimful.memory.at_error import MemoryAtError, changes
+from brimful.torch_utils.forward_lines import recorded_lines
 from brimful.torch_utils.lines import shown_file
 from brimful.trace import Category, EventKind, Trace
 from machine import Rows
@@ -58,8 +58,6 @@ class Limit(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._lines: dict[int, str] = {}
         """Lines of forward ops by the numbers of their autograd nodes."""
-        self.callers: dict[str, set[str]] = defaultdict(set)
-        """By a line that runs an op: the lines of the model's forward that call it, and itself."""
         self.peaks: list[int] = []
         """Live bytes at each op that reaches a new peak."""
         self.line = self.node = ""
@@ -69,8 +67,7 @@ class Limit(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs or {})):
             self._count(tensor)
         if torch.is_grad_enabled():
-            self._lines[torch._C._autograd._get_sequence_nr() - 1] = line = _line()
-            self.callers[line] |= {line, *_lines_of_model()}
+            self._lines.setdefault(torch._C._autograd._get_sequence_nr() - 1, _line())
         out = func(*args, **(kwargs or {}))
         before = self._live_bytes()
         for tensor in tensors_in(out):
@@ -112,19 +109,6 @@ def _line() -> str:
     return f"{name}:{frame.f_lineno}" if frame is not None else ""
 
 
-def _lines_of_model() -> Iterator[str]:
-    """The lines on the stack that are inside of a module's call."""
-    outer: list[str] = []
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        if name := shown_file(frame.f_code.co_filename):
-            outer.append(f"{name}:{frame.f_lineno}")
-        if frame.f_code.co_name == "_call_impl":
-            yield from outer
-            outer.clear()
-        frame = frame.f_back
-
-
 def built(job: bf.Job) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     assert callable(job.model)
@@ -158,7 +142,7 @@ def injected(job: bf.Job, samples: int, limit_bytes: int) -> Failure:
     model, optimizer = built(job)
     limit.begin_with(model)
     try:
-        with limit, watch:
+        with limit, watch, recorded_lines():
             try:
                 train(job, model, optimizer, samples)
             except torch.OutOfMemoryError as error:
@@ -280,8 +264,6 @@ def _row(case: ZooModel, job: bf.Job, samples: int, limit_bytes: int, *, shows: 
         "named": [named_culprit[0].value, named_culprit[1]],
         "category_is_right": of_truth.most_common(1)[0][0] is of_named.most_common(1)[0][0],
         "culprit_is_right": culprit == named_culprit,
-        "culprit_is_called": culprit[0] is named_culprit[0]
-        and named_culprit[1] in limit.callers.get(culprit[1], {culprit[1]}),
         "culprit_fraction": truth[culprit] / whole,
         "found_fraction": sum(named.values()) / whole,
         "wrong_category_fraction": off / whole,
@@ -309,7 +291,6 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "asked_line_right": sum(row["asked_line_is_right"] for row in rows),
         "category_right": sum(row["category_is_right"] for row in rows),
         "culprit_right": sum(row["culprit_is_right"] for row in rows),
-        "culprit_right_or_called": sum(row["culprit_is_called"] for row in rows),
         "first_change_predicted": len(predicted),
         "first_change_fits": sum(row["first_change_fits"] for row in predicted),
         "nothing_fits": len(hopeless),

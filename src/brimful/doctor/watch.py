@@ -37,6 +37,7 @@ from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
 from brimful.optimizers import parameters_of
 from brimful.settings import Settings
+from brimful.torch_utils.forward_lines import lines_are_recorded
 from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line
@@ -415,7 +416,8 @@ class Watch:
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
         self._note_graphs()
         self._note_not_optimized()
-        flags = {"anomaly": torch.is_anomaly_enabled(), "cudnn.benchmark": torch.backends.cudnn.benchmark}
+        checks_gradients = torch.is_anomaly_enabled() and not lines_are_recorded()
+        flags = {"anomaly": checks_gradients, "cudnn.benchmark": torch.backends.cudnn.benchmark}
         self._flags |= dict.fromkeys(name for name, is_on in flags.items() if is_on)
         self._stepped.clear()
         self._backwards.end_step()

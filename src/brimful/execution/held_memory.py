@@ -1,7 +1,8 @@
 """What holds the memory when it runs out, as far as it can be seen without having watched the run.
 
 Live tensors are found through the garbage collector, saved tensors through the graphs of autograd. Names come
-from the models, and from variables of the functions that the error came through; lines from their source.
+from the models, and from variables of the functions that the error came through; lines from what
+`recorded_lines` noted at each node.
 Nothing here makes a tensor, and what is returned holds none.
 
 Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Node._sequence_nr` (checked: torch
@@ -32,7 +33,7 @@ from brimful.errors import SizeError
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.optimizers import parameters_of
-from brimful.torch_utils.forward_lines import ForwardLines, Place
+from brimful.torch_utils.forward_lines import line_of
 from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
 from brimful.torch_utils.lines import shown_file
@@ -81,7 +82,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         requested_bytes=_size_after(text, r"[Tt]ried to allocate "),
         line=(running[1] if running else "") or _line_of(frames),
         peak_op=f"backward of {running[0].kind}" if running else _call_of(frames),
-        peak_module=running[0].place.owner if running else seen.module_of(frames, phase),
+        peak_module=running[0].module if running else seen.module_of(frames, phase),
         peak_phase=phase,
         held=held,
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
@@ -188,28 +189,6 @@ def _call_of(frames: _Frames) -> str | None:
     source = linecache.getline(code.co_filename, first).encode()[begin:end].decode(errors="replace")
     shown = re.sub(r"\s+", " ", source).strip() or code.co_name
     return shown if len(shown) <= _CALL_CELLS else f"{shown[: _CALL_CELLS - 1]}…"
-
-
-def _line_of_call(frames: _Frames, models: list[nn.Module]) -> str:
-    """The line that calls the model, or else one that passes it on; "" if neither is found."""
-    line = ""
-    for frame, traceback in frames:
-        if isinstance(locals_of(frame).get("self"), nn.Module):
-            return line
-        if name := shown_file(frame.f_code.co_filename):
-            line = f"{name}:{traceback.tb_lineno}"
-    known = {id(each) for each in models}
-    for frame, _ in reversed(frames):
-        file = frame.f_code.co_filename
-        names = [
-            name for name, each in (*locals_of(frame).items(), *frame.f_globals.items()) if id(each) in known
-        ]
-        for name in names if shown_file(file) else ():
-            for call in (rf"(?<![\w.]){name}\(", rf"\(.*(?<![\w.]){name}\b"):
-                for number, text in enumerate(linecache.getlines(file), start=1):
-                    if re.search(call, text) and not text.lstrip().startswith("def "):
-                        return f"{shown_file(file)}:{number}"
-    return ""
 
 
 def _phase(frames: _Frames) -> Phase:
@@ -346,7 +325,10 @@ class _Node:
     number: int
     kind: str
     """Such as "Gelu"."""
-    place: Place
+    module: str
+    """The module whose parameters it uses, or the innermost one around the nodes before and after."""
+    reached: str
+    """The last module until here whose parameters a node uses."""
     saved: tuple[Tensor, ...] | None
     """None once backward has freed it."""
     is_packed: bool
@@ -361,7 +343,6 @@ class _Seen:
         self._held: dict[int, HeldStorage] = {}
         self.names = _Names(objects.models)
         self._take_residents()
-        self._lines = ForwardLines(self.names.modules, _line_of_call(frames, objects.models))
         self._owners = {
             key: name.rpartition(".")[0]
             for name, tensor in self.names.parameters.items()
@@ -492,7 +473,8 @@ class _Seen:
                 itself=node,
                 number=node._sequence_nr(),
                 kind=_kind(node),
-                place=Place(_common(own, before, behind), before or "", behind or ""),
+                module=_common(own, before, behind),
+                reached=before or "",
                 saved=found[0],
                 is_packed=found[1],
             )
@@ -533,7 +515,7 @@ class _Seen:
     def _made(self, tensor: Tensor, otherwise: _Node) -> tuple[str, str, str]:
         """The kind, the module and the line of the op that made a tensor."""
         maker = self._by_node.get(_maker(tensor), otherwise)
-        return maker.kind, maker.place.owner, self._lines.line(maker.kind, maker.place)
+        return maker.kind, maker.module, line_of(maker.itself)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -555,7 +537,7 @@ class _Seen:
         """How many of the modules with parameters a forward has called; 1 if it is complete."""
         if phase is not Phase.FORWARD:
             return 1.0
-        reached = {node.place.before for node in self.nodes if node.number >= self._first_node}
+        reached = {node.reached for node in self.nodes if node.number >= self._first_node}
         count = len({name.rpartition(".")[0] for name in self.names.parameters if "'" not in name})
         return min(max(len(reached - {""}), 1) / max(count, 1), 1.0)
 
@@ -566,7 +548,7 @@ class _Seen:
             return None  # its own code asked, which the frames show
         started = {node._sequence_nr() for node in nodes_of(locals_of(frame).get("t_outputs", ()))}
         left = [node for node in self.nodes if node.number in started and (node.saved or node.is_packed)]
-        return (left[-1], self._lines.line(left[-1].kind, left[-1].place)) if left else None
+        return (left[-1], line_of(left[-1].itself)) if left else None
 
     # Variables
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import clear_frames
@@ -20,6 +20,7 @@ import torch
 
 from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError
 from brimful.execution.explained import Expected, Explanation
+from brimful.torch_utils.forward_lines import recorded_lines
 
 _WORDS = (
     "out of memory",
@@ -76,9 +77,10 @@ def explain(error: BaseException, expected: Expected | None = None, *, first_nod
 
 @contextmanager
 def explaining(expected: Expected | None) -> Iterator[None]:
-    """Explain out-of-memory errors that pass through."""
+    """Explain out-of-memory errors that pass through, with the lines of the ops inside."""
     try:
-        yield
+        with recorded_lines():
+            yield
     except Exception as error:
         explain(error, expected)
         raise
@@ -182,7 +184,8 @@ def with_retries(
     takes_less = False
     while True:
         try:
-            found = unless_out_of_memory(attempt)
+            with nullcontext() if ran_out is None else recorded_lines():  # it is the last that is explained
+                found = unless_out_of_memory(attempt)
         except ends:
             raise
         except Exception as error:

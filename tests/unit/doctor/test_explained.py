@@ -26,6 +26,7 @@ from brimful.execution import explained, setup
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import MemoryAtError, changes
+from brimful.torch_utils.forward_lines import recorded_lines
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import GIB, MIB, format_bytes, parse_bytes
 from helpers.tiny_jobs import Net as TinyNet
@@ -69,7 +70,8 @@ def line_with(words: str) -> str:
 
 
 def found_of(action: Callable[[], object]) -> MemoryAtError:
-    ran_out = unless_out_of_memory(action)
+    with recorded_lines():
+        ran_out = unless_out_of_memory(action)
     assert isinstance(ran_out, RanOut)
     assert ran_out.explanation is not None
     assert ran_out.explanation.found is not None, ran_out.explanation.failure
