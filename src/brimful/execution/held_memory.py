@@ -16,7 +16,7 @@ import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType, TracebackType
@@ -425,13 +425,14 @@ class _Seen:
 
     @property
     def makes_state(self) -> bool:
-        """Whether parameters with gradients have no optimizer state yet that they will get."""
-        return any(
-            _states_of(optimizer) and not optimizer.state.get(parameter)
+        """Whether parameters with gradients have no optimizer state yet, or all that of the first update."""
+        updates = [
+            _updates(optimizer.state.get(parameter, {}))
             for optimizer in self._objects.optimizers
             for parameter in parameters_of(optimizer)
-            if parameter.grad is not None
-        )
+            if parameter.grad is not None and _states_of(optimizer)
+        ]
+        return bool(updates) and (min(updates) == 0 or max(updates) <= 1)
 
     @property
     def update_bytes(self) -> int:
@@ -524,14 +525,15 @@ class _Seen:
 
     @property
     def recomputable_bytes(self) -> int:
-        """Saved tensors inside of repeated blocks, but for the first that each of them saves: its input."""
+        """Saved tensors inside of repeated blocks, but for what one of them saves, and the others' inputs."""
+        blocks = {self.names.repeated_block(path) for path in self.names.modules} - {None}
         first, found = set[str](), 0
         for each in self._held.values():
             block = self.names.repeated_block(each.module or "")
             if each.category is Category.SAVED_TENSORS and block is not None:
                 found += each.held_bytes if block in first else 0
                 first.add(block)
-        return found
+        return found * (len(blocks) - 1) // len(blocks) if blocks else 0
 
     def reached_fraction(self, phase: Phase) -> float:
         """How many of the modules with parameters a forward has called; 1 if it is complete."""
@@ -623,6 +625,12 @@ def _states_of(optimizer: Optimizer) -> int:
     if type(optimizer).__name__ in _ADAM:
         return 2
     return int(any(group.get("momentum") for group in optimizer.param_groups))
+
+
+def _updates(state: Mapping[str, Any]) -> float:
+    """Updates that a parameter's state counts, with the running one; infinite if it counts none."""
+    step = state.get("step", float("inf") if state else 0)
+    return float("inf") if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
 
 
 def _maker(tensor: Tensor) -> Any:
