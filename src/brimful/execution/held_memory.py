@@ -275,6 +275,8 @@ class _Names:
         self.modules: dict[str, nn.Module] = {}
         self.paths: dict[int, str] = {}
         """By the module's id."""
+        self.models: dict[str, str] = {}
+        """The model that a module is in, by the module's path."""
         self.parameters: dict[str, Tensor] = {}
         """Parameters and buffers."""
         self.of_parameters: dict[int, str] = {}
@@ -289,6 +291,7 @@ class _Names:
         for path, module in model.named_modules():
             name = _joined_path(prefix, plain_name(path))
             self.modules.setdefault(name, module)
+            self.models.setdefault(name, prefix)
             self.paths.setdefault(id(module), name)
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             name = _joined_path(prefix, plain_name(path))
@@ -536,11 +539,13 @@ class _Seen:
         return found * (len(blocks) - 1) // len(blocks) if blocks else 0
 
     def reached_fraction(self, phase: Phase) -> float:
-        """How many of the modules with parameters a forward has called; 1 if it is complete."""
+        """How many modules with parameters a forward has called, of the models that it has; 1 if complete."""
         if phase is not Phase.FORWARD:
             return 1.0
         reached = {node.reached for node in self.nodes if node.number >= self._first_node}
-        count = len({name.rpartition(".")[0] for name in self.names.parameters if "'" not in name})
+        begun = {self.names.models[path] for path in reached if path in self.names.models}
+        paths = {name.rpartition(".")[0] for name in self.names.parameters}
+        count = sum(1 for path in paths if self.names.models.get(path) in begun)
         return min(max(len(reached - {""}), 1) / max(count, 1), 1.0)
 
     def running_node(self, frames: _Frames) -> tuple[_Node, str] | None:

@@ -168,6 +168,17 @@ def test_backward_is_explained_by_the_line_of_its_forward() -> None:
     assert 0 < saved < BLOCKS * 3 * SAMPLES * 4 * WIDTH * 4  # what backward has freed is not counted
 
 
+def test_models_that_do_not_run_do_not_change_what_is_expected_of_the_rest() -> None:
+    model, teacher = Net(fails_in=5), Net()
+
+    def train() -> Tensor:
+        batch = torch.randn(SAMPLES, WIDTH)
+        return model(batch)
+
+    assert found_of(train).reached_fraction == 0.75
+    assert len(teacher.blocks) == BLOCKS  # it is alive
+
+
 class FailsIn(TorchDispatchMode):
     """Raises as torch does on a CPU where an op of a kind runs."""
 
