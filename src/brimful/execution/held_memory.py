@@ -2,8 +2,7 @@
 
 Live tensors are found through the garbage collector, saved tensors through the graphs of autograd. Names come
 from the models, and from variables of the functions that the error came through; lines from what
-`recorded_lines` noted at each node.
-Nothing here makes a tensor, and what is returned holds none.
+`recorded_lines` noted at each node. Nothing here makes a tensor, and what is returned holds none.
 
 Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Node._sequence_nr` (checked: torch
 2.13).
@@ -634,8 +633,10 @@ def _states_of(optimizer: Optimizer) -> int:
 
 def _updates(state: Mapping[str, Any]) -> float:
     """Updates that a parameter's state counts, with the running one; infinite if it counts none."""
-    step = state.get("step", float("inf") if state else 0)
-    return float("inf") if isinstance(step, Tensor) and step.device.type != "cpu" else float(step)
+    step = state.get("step") if state else 0
+    if isinstance(step, Tensor) and step.device.type == "cpu" and step.numel() == 1:  # without synchronization
+        return float(step)
+    return float(step) if isinstance(step, int | float) else float("inf")
 
 
 def _maker(tensor: Tensor) -> Any:
