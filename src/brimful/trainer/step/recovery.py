@@ -42,7 +42,7 @@ class OomRecovery(Retries[Settings]):
     """Retries steps in which memory ran out, with smaller settings from the second retry on.
 
     The unit actions on the model are those of the settings in force. `shrink` finds smaller settings,
-    `on_ran_out` is called each time that memory ran out, `on_recovery` once it is known how the step goes on;
+    `on_ran_out` is called each time that memory ran out, `on_recovery` once it is known what is tried next;
     `store_fallback` stores smaller settings for the next launch. `expected` is what the plan predicted.
     """
 
