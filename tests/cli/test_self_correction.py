@@ -85,6 +85,44 @@ def test_the_first_steps_are_compared_in_one_line_and_kept_for_the_next_plan(fol
     assert "not used" in damaged.stderr
 
 
+@pytest.mark.parametrize(("asked_fraction", "is_kept"), [(0.8, True), (0.001, False), (9.0, False)])
+def test_an_error_that_the_prediction_excluded_lets_later_plans_keep_more(
+    folder: Path, asked_fraction: float, is_kept: bool
+) -> None:
+    """Memory runs out in planned steps: with more than is predicted, with less, with implausibly more."""
+    before = printed(folder, "plan", *PLAN)
+    asked_bytes = int(asked_fraction * before["predicted_peak_allocated_bytes"])
+    (folder / "job.py").write_text(
+        JOB.replace("loss=lambda", "loss=lambda model, batch: loss(model, batch), #")
+        + f"""
+def loss(model, batch):
+    output = model(batch["x"])
+    if torch.is_grad_enabled() and len(batch["x"]) == 256 and not isinstance(batch["x"], FakeTensor):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate {asked_bytes} bytes.")
+    return F.mse_loss(output, batch["x"])
+
+from torch._subclasses import FakeTensor
+"""
+    )
+    plan = ("job.py:job", "--device", "cpu", "--global-batch-size", "256", "--micro-batch-size", "256")
+    done = brimful(folder, "train", *plan, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    after = printed(folder, "plan", *PLAN)
+    assert done.stderr.count("later plans of this job multiply peaks by") == is_kept
+    assert ("does not correct later plans" in done.stderr) == (asked_fraction > 2)
+    if not is_kept:
+        assert after["job_calibration"] is None
+        return
+    factor = after["job_calibration"]["peak_factor"]
+    assert 1 < factor < 2
+    assert after["job_calibration"]["time_factor"] == 1.0
+    assert any(f"peaks × {factor:.3f}" in note for note in after["notes"])
+    assert (
+        after["settings"] != before["settings"]
+        or after["predicted_peak_allocated_bytes"] > before["predicted_peak_allocated_bytes"]
+    )
+
+
 def test_a_run_says_that_its_plan_exceeds_its_budget(folder: Path) -> None:
     wrong = str(wrong_plan(folder))
     done = brimful(folder, "train", "job.py:job", "--plan", wrong, "--steps", STEPS)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brimful.execution.out_of_memory import explain
+from brimful.torch_utils.forward_lines import recorded_lines
 
 _MOST_EVENTS = 100_000
 """Allocations that a snapshot keeps. A choice: some steps of a model."""
@@ -30,8 +31,9 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
 
     The error is raised as it is, with notes, which its traceback shows: what was asked for and by which line,
     what held the memory by category, module and line of code, what else is on the card, and what to change,
-    with what each change frees. Nothing is recorded before: live tensors are found when memory has run out, so
-    the code runs as it does without. `brimful run` records, and sees also what no Python object holds.
+    with what each change frees. Live tensors are found when memory has run out; of what runs before, only the
+    line of each op with a gradient is noted, which takes 4 µs per op. Results are the same. `brimful run`
+    records memory too, and sees also what no Python object holds.
 
     Args:
         snapshot: A file to write when memory has run out on CUDA: https://pytorch.org/memory_viz opens it.
@@ -51,6 +53,7 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
 
     def __enter__(self) -> Self:
         self._step_began, self._handled = 0, sys.exc_info()[1]
+        self._ends.enter_context(recorded_lines())
         self._ends.callback(register_optimizer_step_post_hook(self._after_step).remove)
         if self._snapshot is not None and torch.cuda.is_available() and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)

@@ -40,6 +40,7 @@ from brimful.execution.random_state import PAUSED
 from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
 from brimful.settings import Settings
+from brimful.torch_utils.forward_lines import lines_are_recorded
 from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line
@@ -415,7 +416,7 @@ class Watch:
         self._note_graphs()
         self._note_not_optimized()
         flags = {
-            "anomaly": torch.is_anomaly_enabled(),
+            "anomaly": torch.is_anomaly_enabled() and not lines_are_recorded(),
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "expandable segments": expands_segments(),
         }

@@ -1,8 +1,8 @@
 """What holds the memory when it runs out, as far as it can be seen without having watched the run.
 
 Live tensors are found through the garbage collector, saved tensors through the graphs of autograd. Names come
-from the models, and from variables of the functions that the error came through; lines from their source.
-Nothing here makes a tensor, and what is returned holds none.
+from the models, and from variables of the functions that the error came through; lines from what
+`recorded_lines` noted at each node. Nothing here makes a tensor, and what is returned holds none.
 
 Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Node._sequence_nr` (checked: torch
 2.13).
@@ -15,7 +15,7 @@ import linecache
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from types import FrameType, TracebackType
@@ -33,7 +33,7 @@ from brimful.execution.setup import expands_segments
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.optimizers import parameters_of
-from brimful.torch_utils.forward_lines import ForwardLines, Place
+from brimful.torch_utils.forward_lines import line_of
 from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
 from brimful.torch_utils.lines import innermost_line, shown_file
@@ -83,7 +83,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         line=(running[1] if running else "")
         or innermost_line((frame, traceback.tb_lineno) for frame, traceback in frames),
         peak_op=f"backward of {running[0].kind}" if running else _call_of(frames),
-        peak_module=running[0].place.owner if running else seen.module_of(frames, phase),
+        peak_module=running[0].module if running else seen.module_of(frames, phase),
         peak_phase=phase,
         held=held,
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
@@ -185,28 +185,6 @@ def _call_of(frames: _Frames) -> str | None:
     return shown if len(shown) <= _CALL_CELLS else f"{shown[: _CALL_CELLS - 1]}…"
 
 
-def _line_of_call(frames: _Frames, models: list[nn.Module]) -> str:
-    """The line that calls the model, or else one that passes it on; "" if neither is found."""
-    line = ""
-    for frame, traceback in frames:
-        if isinstance(locals_of(frame).get("self"), nn.Module):
-            return line
-        if name := shown_file(frame.f_code.co_filename):
-            line = f"{name}:{traceback.tb_lineno}"
-    known = {id(each) for each in models}
-    for frame, _ in reversed(frames):
-        file = frame.f_code.co_filename
-        names = [
-            name for name, each in (*locals_of(frame).items(), *frame.f_globals.items()) if id(each) in known
-        ]
-        for name in names if shown_file(file) else ():
-            for call in (rf"(?<![\w.]){name}\(", rf"\(.*(?<![\w.]){name}\b"):
-                for number, text in enumerate(linecache.getlines(file), start=1):
-                    if re.search(call, text) and not text.lstrip().startswith("def "):
-                        return f"{shown_file(file)}:{number}"
-    return ""
-
-
 def _phase(frames: _Frames) -> Phase:
     files = [(frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name) for frame, _ in frames]
     if any("/torch/autograd/" in file and name == _ENGINE for file, name in files):
@@ -291,6 +269,8 @@ class _Names:
         self.modules: dict[str, nn.Module] = {}
         self.paths: dict[int, str] = {}
         """By the module's id."""
+        self.models: dict[str, str] = {}
+        """The model that a module is in, by the module's path."""
         self.parameters: dict[str, Tensor] = {}
         """Parameters and buffers."""
         self.of_parameters: dict[int, str] = {}
@@ -305,6 +285,7 @@ class _Names:
         for path, module in model.named_modules():
             name = _joined_path(prefix, plain_name(path))
             self.modules.setdefault(name, module)
+            self.models.setdefault(name, prefix)
             self.paths.setdefault(id(module), name)
         for path, tensor in (*model.named_parameters(), *model.named_buffers()):
             name = _joined_path(prefix, plain_name(path))
@@ -341,7 +322,10 @@ class _Node:
     number: int
     kind: str
     """Such as "Gelu"."""
-    place: Place
+    module: str
+    """The module whose parameters it uses, or the innermost one around the nodes before and after."""
+    reached: str
+    """The last module until here whose parameters a node uses."""
     saved: tuple[Tensor, ...] | None
     """None once backward has freed it."""
     is_packed: bool
@@ -356,7 +340,6 @@ class _Seen:
         self._held: dict[int, HeldStorage] = {}
         self.names = _Names(objects.models)
         self._take_residents()
-        self._lines = ForwardLines(self.names.modules, _line_of_call(frames, objects.models))
         self._owners = {
             key: name.rpartition(".")[0]
             for name, tensor in self.names.parameters.items()
@@ -439,13 +422,14 @@ class _Seen:
 
     @property
     def makes_state(self) -> bool:
-        """Whether parameters with gradients have no optimizer state yet that they will get."""
-        return any(
-            _states_of(optimizer) and not optimizer.state.get(parameter)
+        """Whether parameters with gradients have no optimizer state yet, or all that of the first update."""
+        updates = [
+            _updates(optimizer.state.get(parameter, {}))
             for optimizer in self._objects.optimizers
             for parameter in parameters_of(optimizer)
-            if parameter.grad is not None
-        )
+            if parameter.grad is not None and _states_of(optimizer)
+        ]
+        return bool(updates) and (min(updates) == 0 or max(updates) <= 1)
 
     @property
     def update_bytes(self) -> int:
@@ -487,7 +471,8 @@ class _Seen:
                 itself=node,
                 number=node._sequence_nr(),
                 kind=_kind(node),
-                place=Place(_common(own, before, behind), before or "", behind or ""),
+                module=_common(own, before, behind),
+                reached=before or "",
                 saved=found[0],
                 is_packed=found[1],
             )
@@ -528,7 +513,7 @@ class _Seen:
     def _made(self, tensor: Tensor, otherwise: _Node) -> tuple[str, str, str]:
         """The kind, the module and the line of the op that made a tensor."""
         maker = self._by_node.get(_maker(tensor), otherwise)
-        return maker.kind, maker.place.owner, self._lines.line(maker.kind, maker.place)
+        return maker.kind, maker.module, line_of(maker.itself)
 
     @property
     def is_checkpointed(self) -> bool:
@@ -537,21 +522,24 @@ class _Seen:
 
     @property
     def recomputable_bytes(self) -> int:
-        """Saved tensors inside of repeated blocks, but for the first that each of them saves: its input."""
+        """Saved tensors inside of repeated blocks, but for what one of them saves, and the others' inputs."""
+        blocks = {self.names.repeated_block(path) for path in self.names.modules} - {None}
         first, found = set[str](), 0
         for each in self._held.values():
             block = self.names.repeated_block(each.module or "")
             if each.category is Category.SAVED_TENSORS and block is not None:
                 found += each.held_bytes if block in first else 0
                 first.add(block)
-        return found
+        return found * (len(blocks) - 1) // len(blocks) if blocks else 0
 
     def reached_fraction(self, phase: Phase) -> float:
-        """How many of the modules with parameters a forward has called; 1 if it is complete."""
+        """How many modules with parameters a forward has called, of the models that it has; 1 if complete."""
         if phase is not Phase.FORWARD:
             return 1.0
-        reached = {node.place.before for node in self.nodes if node.number >= self._first_node}
-        count = len({name.rpartition(".")[0] for name in self.names.parameters if "'" not in name})
+        reached = {node.reached for node in self.nodes if node.number >= self._first_node}
+        begun = {self.names.models[path] for path in reached if path in self.names.models}
+        paths = {name.rpartition(".")[0] for name in self.names.parameters}
+        count = sum(1 for path in paths if self.names.models.get(path) in begun)
         return min(max(len(reached - {""}), 1) / max(count, 1), 1.0)
 
     def running_node(self, frames: _Frames) -> tuple[_Node, str] | None:
@@ -561,7 +549,7 @@ class _Seen:
             return None  # its own code asked, which the frames show
         started = {node._sequence_nr() for node in nodes_of(locals_of(frame).get("t_outputs", ()))}
         left = [node for node in self.nodes if node.number in started and (node.saved or node.is_packed)]
-        return (left[-1], self._lines.line(left[-1].kind, left[-1].place)) if left else None
+        return (left[-1], line_of(left[-1].itself)) if left else None
 
     # Variables
 
@@ -636,6 +624,14 @@ def _states_of(optimizer: Optimizer) -> int:
     if type(optimizer).__name__ in _ADAM:
         return 2
     return int(any(group.get("momentum") for group in optimizer.param_groups))
+
+
+def _updates(state: Mapping[str, Any]) -> float:
+    """Updates that a parameter's state counts, with the running one; infinite if it counts none."""
+    step = state.get("step") if state else 0
+    if isinstance(step, Tensor) and step.device.type == "cpu" and step.numel() == 1:  # without synchronization
+        return float(step)
+    return float(step) if isinstance(step, int | float) else float("inf")
 
 
 def _maker(tensor: Tensor) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import clear_frames
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ import torch
 
 from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError
 from brimful.execution.explained import Expected, Explanation
+from brimful.torch_utils.forward_lines import recorded_lines
 
 _WORDS = (
     "out of memory",
@@ -95,10 +96,11 @@ def explain(
 
 @contextmanager
 def explaining(expected: Expected | None) -> Iterator[None]:
-    """Explain out-of-memory errors that pass through."""
+    """Explain out-of-memory errors that pass through, with the lines of the ops inside."""
     handled = sys.exc_info()[1]
     try:
-        yield
+        with recorded_lines():
+            yield
     except Exception as error:
         explain(error, expected, handled=handled)
         raise
@@ -205,7 +207,8 @@ def with_retries(
     takes_less = False
     while True:
         try:
-            found = unless_out_of_memory(attempt)
+            with nullcontext() if ran_out is None else recorded_lines():  # it is the last that is explained
+                found = unless_out_of_memory(attempt)
         except ends:
             raise
         except Exception as error:

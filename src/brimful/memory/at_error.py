@@ -99,7 +99,7 @@ class MemoryAtError:
     further_bytes: int = 0
     """Gradients and optimizer state that are yet to make, and one gradient beside the accumulated one."""
     recomputable_bytes: int = 0
-    """Saved tensors inside repeated blocks, but for the blocks' inputs."""
+    """Saved tensors inside repeated blocks, but for one block, which is recomputed, and the others' inputs."""
     adam_bytes: int = 0
     """Optimizer state of Adam or AdamW in 32 bits, made or yet to make."""
     samples: int | None = None
@@ -194,6 +194,10 @@ class _Change:
     frees: _Bytes
     is_of_optimizer: bool = False
     """Whether it is instead of other changes of the optimizer."""
+    parts: int = 1
+    """Micro-batches in place of one."""
+    is_of_batch: bool = False
+    """Whether it frees as much less in smaller micro-batches."""
 
     @property
     def saving(self) -> Saving:
@@ -242,7 +246,9 @@ def changes(found: MemoryAtError) -> Changes:
 
 
 def _all_of(taken: list[_Change]) -> _Change:
-    frees = _Bytes(sum(each.frees.of_batch for each in taken), sum(each.frees.of_update for each in taken))
+    parts = math.prod(each.parts for each in taken)
+    of_batch = sum(each.frees.of_batch // (parts if each.is_of_batch else 1) for each in taken)
+    frees = _Bytes(of_batch, sum(each.frees.of_update for each in taken))
     return _Change("; and ".join(each.text for each in taken), frees)
 
 
@@ -254,8 +260,9 @@ def _step(found: MemoryAtError) -> _Step:
     if found.peak_phase is not Phase.OPTIMIZER:
         whole = int((of_batch + asked) / found.reached_fraction) + found.largest_saved_bytes
         return _Step(fixed, whole, found.update_bytes, limit_bytes)
-    # The next forward has the state beside it that the first update makes; the one before had fitted without.
-    before = limit_bytes - held[Category.PARAMETERS] - held[Category.GRADIENTS]
+    # The next forward has the state beside it that the first update makes; the one before had fitted without,
+    # and before most gradients.
+    before = max(limit_bytes, found.peak_allocated_bytes + asked) - held[Category.PARAMETERS]
     if not found.makes_state:
         before -= held[Category.OPTIMIZER_STATE]
     return _Step(
@@ -295,10 +302,10 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         if found.samples != 1:
             parts = _parts(step, found.samples)
             saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
-            yield _Change(saving.change, _Bytes(saving.size_bytes, 0))
+            yield _Change(saving.change, _Bytes(saving.size_bytes, 0), parts=parts)
         if not found.is_checkpointed:
             saving = activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
-            yield _Change(saving.change, _Bytes(saving.size_bytes, 0))
+            yield _Change(saving.change, _Bytes(saving.size_bytes, 0), is_of_batch=True)
     saving = eight_bit_optimizer(found.adam_bytes)
     if found.adam_bytes:
         of_update = saving.size_bytes + step.update_bytes

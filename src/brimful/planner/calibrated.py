@@ -127,9 +127,10 @@ def _notes(calibration: JobCalibration) -> tuple[str, ...]:
     shown = [f"{what} × {factor:.3f}" for what, factor in factors.items() if _changes_what_is_shown(factor)]
     if not shown:
         return ()
+    steps = "a step" if calibration.measured_steps == 1 else f"{calibration.measured_steps} steps"
     return (
         f"Predictions are multiplied by what training measured on {calibration.measured_on} in "
-        f"{calibration.measured_steps} steps of this job on this device: {', '.join(shown)}. Notes on the "
+        f"{steps} of this job on this device: {', '.join(shown)}. Notes on the "
         "search have sizes and times without it. To ignore it, set job_calibration=False "
         "(--no-job-calibration).",
     )

@@ -9,6 +9,7 @@ from brimful.batches import layout_of
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import UsageError
 from brimful.execution.explained import Expected
+from brimful.execution.out_of_memory import RanOut
 from brimful.job import Data
 from brimful.results import DataLoading, EquivalenceReport
 from brimful.trainer.data.batches import (
@@ -26,6 +27,7 @@ from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start, find_start, store_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
 from brimful.trainer.step.fallback import MemoryFallback
+from brimful.trainer.step.kept_factors import keep_after_error
 from brimful.trainer.step.runner import StepRunner
 from brimful.trainer.storage.saves import Saves
 from brimful.trainer.verify import verified
@@ -118,7 +120,14 @@ def make_logger(run: RunContext) -> RunLogger:
 
 def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
     """Make the runner of the steps, which logs each time that memory ran out."""
-    config = run.config
+    config, shown = run.config, set[str]()
+
+    def learn(ran_out: RanOut) -> None:
+        note = keep_after_error(config, run.state, ran_out)
+        if note is not None and note not in shown:
+            shown.add(note)
+            logger.progress.show_note(note)
+
     return StepRunner(
         config.job,
         run.state,
@@ -126,6 +135,7 @@ def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
         shrink=MemoryFallback(config.job, config.plan, config.device),
         on_recovery=logger.add_recovery,
         store_fallback=partial(store_fallback, config, run.start),
+        on_ran_out=learn,
         expected=Expected.of(config.plan),
     )
 

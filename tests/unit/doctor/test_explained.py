@@ -10,6 +10,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
@@ -26,6 +28,7 @@ from brimful.execution import explained, setup
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 from brimful.memory import HeldStorage
 from brimful.memory.at_error import MemoryAtError, changes
+from brimful.torch_utils.forward_lines import recorded_lines
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import GIB, MIB, format_bytes, parse_bytes
 from helpers.tiny_jobs import Net as TinyNet
@@ -69,7 +72,8 @@ def line_with(words: str) -> str:
 
 
 def found_of(action: Callable[[], object]) -> MemoryAtError:
-    ran_out = unless_out_of_memory(action)
+    with recorded_lines():
+        ran_out = unless_out_of_memory(action)
     assert isinstance(ran_out, RanOut)
     assert ran_out.explanation is not None
     assert ran_out.explanation.found is not None, ran_out.explanation.failure
@@ -198,6 +202,127 @@ def test_backward_is_explained_by_the_line_of_its_forward() -> None:
     assert found.further_bytes > 0
     saved = dict(found.breakdown)[Category.SAVED_TENSORS]
     assert 0 < saved < BLOCKS * 3 * SAMPLES * 4 * WIDTH * 4  # what backward has freed is not counted
+
+
+def test_models_that_do_not_run_do_not_change_what_is_expected_of_the_rest() -> None:
+    model, teacher = Net(fails_in=5), Net()
+
+    def train() -> Tensor:
+        batch = torch.randn(SAMPLES, WIDTH)
+        return model(batch)
+
+    assert found_of(train).reached_fraction == 0.75
+    assert len(teacher.blocks) == BLOCKS  # it is alive
+
+
+class FailsIn(TorchDispatchMode):
+    """Raises as torch does on a CPU where an op of a kind runs."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self._op = op
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would put a function around what raises
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._overloadpacket._qualified_op_name == f"aten::{self._op}":
+            raise RuntimeError(
+                f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {MIB} bytes."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def attention(x: Tensor) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(x, x, x)  # in a function of its own
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        attended = attention(self.first(x))
+        return self.down(nn.functional.silu(self.gate(attended)) * self.up(attended))  # five ops in a line
+
+
+def test_ops_in_functions_and_nested_calls_have_their_own_lines() -> None:
+    model = Gated()
+
+    def train() -> None:
+        batch = torch.randn(SAMPLES, WIDTH)
+        output = model(batch)
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
+        output.sum().backward()
+
+    found = found_of(train)
+    saved = {each.line: each for each in found.largest if each.category is Category.SAVED_TENSORS}
+    (of_attention,) = [
+        each for line, each in saved.items() if line.endswith(line_with("# in a function of its"))
+    ]
+    (of_gate,) = [each for line, each in saved.items() if line.endswith(line_with("# five ops in a line"))]
+    (of_first,) = [each for line, each in saved.items() if line.endswith(line_with("attended = attention("))]
+    size = SAMPLES * WIDTH * 4
+    assert of_attention.held_bytes >= size
+    assert of_gate.held_bytes == 5 * size  # gate, silu, up, product, down
+    assert of_first.held_bytes == size
+
+
+def test_ops_of_torchs_modules_have_the_line_that_calls_the_model() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    for samples in (SAMPLES, 2 * SAMPLES):
+
+        def train(samples: int = samples) -> None:
+            batch = torch.randn(samples, WIDTH)
+            output = model(batch)  # the call
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            output.sum().backward()
+
+        of_call = [each for each in found_of(train).largest if each.line.endswith(line_with("# the call"))]
+        assert [each.held_bytes for each in of_call] == [3 * samples * WIDTH * 4]
+
+
+def test_an_op_of_backward_has_the_line_of_its_forward() -> None:
+    model = Net()
+
+    def train() -> None:
+        with FailsIn("gelu_backward"):
+            model(torch.randn(SAMPLES, WIDTH)).sum().backward()
+
+    with pytest.warns(UserWarning, match="Error detected in GeluBackward0"):
+        found = found_of(train)
+    assert (found.peak_phase, found.peak_op) == (Phase.BACKWARD, "backward of Gelu")
+    assert found.line.endswith(line_with("wide = nn.functional"))
+
+
+def test_without_recorded_lines_tensors_are_listed_by_op() -> None:
+    model = Net(fails_in=3)
+    ran_out = unless_out_of_memory(lambda: model(torch.randn(SAMPLES, WIDTH)))
+    assert isinstance(ran_out, RanOut)
+    assert ran_out.explanation is not None
+    found = ran_out.explanation.found
+    assert found is not None
+    lines = {each.label.partition(" ")[0]: each.line for each in found.largest}
+    assert lines["Gelu"] == lines["Addmm"] == ""
+
+
+def test_the_first_update_is_known_although_its_state_is_there() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step(*, fails: bool) -> None:
+        model(torch.randn(SAMPLES, WIDTH)).sum().backward()
+        with FailsIn("sqrt") if fails else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+
+    first = found_of(lambda: step(fails=True))
+    assert (first.peak_phase, first.makes_state) == (Phase.OPTIMIZER, True)
+    optimizer.state.clear()
+    step(fails=False)
+    assert not found_of(lambda: step(fails=True)).makes_state
 
 
 def test_graphs_of_earlier_steps_are_named_and_are_the_first_thing_to_change() -> None:
@@ -427,6 +552,23 @@ def test_what_cannot_fit_is_said_not_to() -> None:
     assert several.listed[0].size_bytes >= 3 * GIB
 
 
+def test_changes_together_free_no_more_than_there_is() -> None:
+    settings = {"further_bytes": 12 * GIB, "recomputable_bytes": 8 * GIB}
+    found = changes(
+        held(**settings)
+    )  # of the 11 GiB of a batch a sixteenth is left, and half of that recomputed
+    assert found.lacking_bytes == (4 + 12) * GIB + (11 - 8) * GIB // 16 - 14 * GIB
+    assert re.match(r"micro-batches of 1 samples.*; and activation checkpointing", found.listed[0].change)
+
+
+def test_the_batch_before_the_first_update_may_have_taken_all_that_there_is() -> None:
+    of_update = {"peak_phase": Phase.OPTIMIZER, "held": (held().held[0],), "makes_state": True}
+    assert changes(held(**of_update, update_bytes=GIB)).listed[0].change.startswith("the optimizer with fused")
+    with_state = replace(held().held[0], category=Category.OPTIMIZER_STATE)
+    several = changes(held(**of_update | {"held": (held().held[0], with_state)}, update_bytes=GIB)).listed[0]
+    assert re.match(r"the optimizer with fused=True.*; and micro-batches of ", several.change)
+
+
 @cache
 def tiny_plan() -> bf.Plan:
     return bf.plan(make_job(), "cpu", global_batch_size=16, micro_batch_size=16, budget="1GiB")
@@ -466,6 +608,7 @@ def test_training_under_a_plan_compares_the_error_with_the_plan(train: Callable[
     assert "asked for 1 MiB more" in notes
     assert "parameters" in notes
     assert f"peak of {format_bytes(plan.predicted_peak_allocated_bytes)}" in notes
+    assert re.search(r"saved tensors: [\w ]+\s+\(tests/helpers/tiny_jobs\.py:\d+\)", notes)
     budget = re.search(r'bf\.plan\(…, global_batch_size=16, budget="(\S+)"\)', notes)
     assert budget is not None
     assert parse_bytes(budget[1]) < GIB

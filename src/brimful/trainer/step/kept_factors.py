@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
 
 from brimful.execution.attached import parameter_count
+from brimful.execution.out_of_memory import RanOut
 from brimful.planner import Plan
 from brimful.profiling import device_record
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
 from brimful.results import JobCalibration, SelfCorrection
 from brimful.results.measurement import busy_text
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
+from brimful.trace import Category
 from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 from brimful.utils.quantities import format_bytes, format_seconds
@@ -65,6 +68,47 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
     )
     keep_job_calibration(kind, calibration)
     return f"these step times do not correct later plans: {busy}" if busy else None
+
+
+def keep_after_error(config: RunConfig, state: TrainState, ran_out: RanOut) -> str | None:
+    """Keep that a step under the plan took more than its predicted peak, as memory ran out in it.
+
+    The peak of later plans is multiplied by what tensors held and what was asked for, over the predicted peak.
+    Returns a note on it; None if the prediction did not exclude the error.
+    """
+    plan, explanation = config.plan, ran_out.explanation
+    is_planned = plan is not None and state.ranks.is_first and state.settings == plan.settings
+    if plan is None or not is_planned or explanation is None or explanation.found is None:
+        return None
+    found = explanation.found
+    of_others = dict(found.breakdown)[Category.OTHER_TENSORS]  # such as data sets, which no plan counts
+    taken_bytes = found.peak_allocated_bytes + (found.requested_bytes or 0) - of_others
+    predicted_bytes = plan.predicted_peak_allocated_bytes
+    if taken_bytes <= predicted_bytes:
+        return None
+    before = state.self_correction
+    if before is None or before.settings != plan.settings:  # no time is measured yet
+        before = SelfCorrection(
+            step=state.step + 1,
+            measured_steps=1,
+            settings=plan.settings,
+            predicted_step_seconds=plan.predicted_step_seconds,
+            measured_step_seconds=plan.predicted_step_seconds,
+            predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
+            measured_peak_reserved_bytes=None,
+            exceeds_budget=True,
+            core_wait_fraction=None,
+        )
+    peak_bytes = plan.predicted_peak_reserved_bytes * taken_bytes // predicted_bytes
+    peak_bytes = max(peak_bytes, before.measured_peak_reserved_bytes or 0)
+    refusal = keep_factors(config, state, plan, replace(before, measured_peak_reserved_bytes=peak_bytes))
+    if refusal is not None:
+        return refusal or None
+    return (
+        f"memory ran out with {format_bytes(taken_bytes)} where the plan predicts a peak of "
+        f"{format_bytes(predicted_bytes)}: later plans of this job multiply peaks by "
+        f"{taken_bytes / predicted_bytes:.3f} more (--no-job-calibration ignores it)"
+    )
 
 
 def _refused_times(found: SelfCorrection, times: float) -> str:

@@ -42,8 +42,8 @@ class OomRecovery(Retries[Settings]):
     """Retries steps in which memory ran out, with smaller settings from the second retry on.
 
     The unit actions on the model are those of the settings in force. `shrink` finds smaller settings,
-    `on_recovery` is called each time that memory ran out; `store_fallback` stores smaller settings for the next
-    launch. `expected` is what the plan predicted.
+    `on_ran_out` is called each time that memory ran out, `on_recovery` once it is known what is tried next;
+    `store_fallback` stores smaller settings for the next launch. `expected` is what the plan predicted.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class OomRecovery(Retries[Settings]):
         shrink: Shrink[Settings],
         on_recovery: Callable[[Recovery], None],
         store_fallback: StoreFallback,
+        on_ran_out: Callable[[RanOut], None],
         expected: Expected | None = None,
     ) -> None:
         self._state, self._shrink, self._store_fallback = state, shrink, store_fallback
+        self._on_ran_out = on_ran_out
         self.applied = apply_units(state.model, state.settings)
         """The unit actions on the model."""
         self._allocator_retries = _allocator_retries(state.device)
@@ -166,6 +168,7 @@ class OomRecovery(Retries[Settings]):
 
     def _check_repeatable(self, ran_out: RanOut) -> None:
         """Raise an error if the step cannot be repeated."""
+        self._on_ran_out(ran_out)
         if changed := self._state.executor.move.changed:
             raise PartialUpdateError(
                 f"memory ran out in a step whose loss had changed its batch in place "

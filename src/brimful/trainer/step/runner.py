@@ -43,10 +43,10 @@ MOST_SKIPPED_STEPS = 32
 class StepRunner:
     """Runs the optimizer steps of a run, with the unit actions of its settings applied to the model.
 
-    Each step advances the counters of `state`. `shrink` finds settings that take less memory, and `on_recovery`
-    is called each time that memory ran out. `store_fallback` stores settings for the next launch if memory runs
-    out on one of several ranks. `corrects_batch_norm` corrects BatchNorm's momentum under gradient
-    accumulation; see `batch_norm.py`.
+    Each step advances the counters of `state`. `shrink` finds settings that take less memory; `on_ran_out` and
+    `on_recovery` are called each time that memory ran out. `store_fallback` stores settings for the next launch
+    if memory runs out on one of several ranks. `corrects_batch_norm` corrects BatchNorm's momentum under
+    gradient accumulation; see `batch_norm.py`.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class StepRunner:
         on_recovery: Callable[[Recovery], None],
         corrects_batch_norm: bool = False,
         store_fallback: StoreFallback = lambda _after, _recovery: "",
+        on_ran_out: Callable[[RanOut], None] = lambda _ran_out: None,
         expected: Expected | None = None,
     ) -> None:
         whole = state.settings.global_batch_size
@@ -70,6 +71,7 @@ class StepRunner:
             shrink=shrink,
             on_recovery=on_recovery,
             store_fallback=store_fallback,
+            on_ran_out=on_ran_out,
             expected=expected,
         )
         """Retries what ran out of memory."""
