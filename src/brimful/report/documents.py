@@ -36,7 +36,11 @@ json_form(
         order=(
             *("job", "device", "settings", "is_own_loop", "verdict", "capacity_bytes"),
             *("predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes", "predicted_peak_device_bytes"),
-            *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
+            *(
+                "predicted_device_interval_bytes",
+                "smallest_surviving_capacity_bytes",
+                "predicted_paged_state_bytes",
+            ),
             *("predicted_step_seconds", "predicted_step_seconds_interval", "predicted_samples_per_second"),
             *("predicted_time_shares", "breakdown", "peak", "largest"),
             *("modules", "phases", "allocators", "context_source", "torch_version"),
