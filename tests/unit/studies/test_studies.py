@@ -11,7 +11,6 @@ from torch import nn
 from brimful.api import estimate, fit
 from brimful.devices import find_device
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
-from brimful.report import study_document
 from brimful.results import (
     Published,
     StopReason,
@@ -114,7 +113,7 @@ def test_predictions_stand_beside_published_figures() -> None:
     assert result.peak_errors()[0] == whole.as_published.predicted_peak_device_bytes / (14222 * 2**20) - 1
     assert result.speed_errors()[0] is None  # the others are relative to it
     assert result.speed_errors()[1] is not None
-    document = json.loads(json.dumps(study_document(result)))
+    document = json.loads(json.dumps(result.to_json()))
     assert document["rows"][1]["speed_error"] == result.speed_errors()[1]
     text = str(result)
     assert "13.9 GiB" in text
