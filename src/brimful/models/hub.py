@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.codec import parse_json, read_regular_file
-from brimful.errors import UsageError
+from brimful.errors import UsageError, nearest_names
 from brimful.job import Batch, Job
 from brimful.models.checks import check_range, checked_size
 from brimful.models.huggingface import attention, own_loss
@@ -141,12 +141,14 @@ def _from_hub(name: str) -> Path:
         except Exception as error:  # the library has errors of several packages
             failure = error
             break
+    near = nearest_names(name, known_models(), likeness=0.6)
+    nearest = f"Nearest that are known without it: {', '.join(near)}. " if near else ""
     reason = str(failure).strip().splitlines() or [type(failure).__name__]
     raise UsageError(
         f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
         f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json, of a pipeline of "
         "diffusers unet/config.json or transformer/config.json; then give that file in place of the name. "
-        "`brimful models` lists those that are known without it."
+        f"{nearest}`brimful models` lists all."
     ) from failure
 
 
