@@ -1,6 +1,7 @@
 """Studies: their small scales learn, and show what their conclusions say."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,13 @@ def test_predictions_stand_beside_published_figures() -> None:
     assert result.speed_errors()[1] is not None
     document = json.loads(json.dumps(result.to_json()))
     assert document["rows"][1]["speed_error"] == result.speed_errors()[1]
-    text = str(result)
-    assert "13.9 GiB" in text
-    assert STUDIES["vgg16"].conclusion in text
+    assert "13.9 GiB" in str(result)
+    assert str(result).endswith(STUDIES["vgg16"].conclusion)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_study_concludes_in_one_sentence(study: Study) -> None:
+    assert len(re.findall(r"[.!?](?= |$)", study.conclusion)) == 1
 
 
 def test_the_loop_of_the_article_is_predicted_for_its_device_alone() -> None:
