@@ -307,7 +307,7 @@ def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytes
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match=r"hf download no-such/model-at-all config\.json(?!.*Nearest)"):
         bf.find_architecture("no-such/model-at-all")
-    with pytest.raises(UsageError, match=r"Nearest that are known without it: Qwen/Qwen2\.5-0\.5B, "):
+    with pytest.raises(UsageError, match=r"Nearest: Qwen/Qwen2\.5-0\.5B, "):
         bf.find_architecture("qwen/Qwen2.5-0.5Bx")
     with pytest.raises(UsageError, match=r"there is no file or directory '/no/such/place'"):
         bf.find_architecture("/no/such/place")
