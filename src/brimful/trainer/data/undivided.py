@@ -20,11 +20,11 @@ def undivided(data: Any) -> Any:
     batches = getattr(data, "batch_sampler", None)
     if not isinstance(data, DataLoader) or type(batches) is not BatchSampler:
         return data
-    divided = batches.sampler
+    divided: Any = batches.sampler
     if type(divided) is not DistributedSampler or divided.num_replicas == 1:
         return data
     ranks = divided.num_replicas
-    sampler = DistributedSampler(
+    sampler: DistributedSampler[Any] = DistributedSampler(
         divided.dataset,
         num_replicas=1,
         rank=0,
