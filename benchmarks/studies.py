@@ -10,7 +10,6 @@ import json
 import statistics
 import time
 
-from brimful.report import study_document
 from brimful.studies import STUDIES, run_study
 from machine import keep
 
@@ -27,7 +26,7 @@ def main() -> None:
         start = time.perf_counter()
         result = run_study(study, runs_small=not options.predicted)
         print(f"{result}\n", flush=True)
-        studies.append(study_document(result) | {"seconds": round(time.perf_counter() - start, 1)})
+        studies.append(result.to_json() | {"seconds": round(time.perf_counter() - start, 1)})
         summary[study.name] = {
             "peak": summarised(result.peak_errors()),
             "speed": summarised(result.speed_errors()),

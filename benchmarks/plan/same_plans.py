@@ -30,7 +30,6 @@ from torch import nn
 
 import brimful as bf
 from brimful.errors import BrimfulError
-from brimful.report.documents import estimate_document, gpus_document
 from helpers.calibrated import calibrated
 from helpers.models import GPT, ResNet, UNet
 from helpers.planned_jobs import image_job, language_job, vector_job
@@ -81,11 +80,11 @@ def plan(job: Callable[[], bf.Job], device: str, **options: Any) -> Request:
 
 def gpus(job: Callable[[], bf.Job], **asked: Any) -> Request:
     """A comparison of all GPUs."""
-    return lambda: gpus_document("job", asked["global_batch_size"], bf.gpus(job(), **asked))
+    return lambda: bf.gpus(job(), **asked).to_json()
 
 
 def estimate(job: Callable[[], bf.Job], device: str, **options: Any) -> Request:
-    return lambda: estimate_document(bf.estimate(job(), device, **options))
+    return lambda: bf.estimate(job(), device, **options).to_json()
 
 
 def bert(layers: int, **options: Any) -> Callable[[], bf.Job]:

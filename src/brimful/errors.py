@@ -68,6 +68,12 @@ _FEW_NAMES = 6
 """Number of names shown of a table; larger tables are shortened if no name is near."""
 
 
+def nearest_names(name: str, known: Iterable[str], *, likeness: float = 0.4) -> list[str]:
+    """At most three known names that are like a name in any case, nearest first; `likeness` is from 0 to 1."""
+    lowered = {candidate.lower(): candidate for candidate in known}
+    return [lowered[each] for each in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=likeness)]
+
+
 class UnknownNameError(UsageError):
     """A name that is not in its table.
 
@@ -80,9 +86,7 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         names = sorted(known)
-        lowered = {candidate.lower(): candidate for candidate in names}
-        close = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)
-        nearest = [lowered[match] for match in close]
+        nearest = nearest_names(name, names)
         few = len(names) <= _FEW_NAMES
         shown = ", ".join(names[:_FEW_NAMES]) + ("" if few else f", … ({len(names)} in all)")
         said = f"Nearest: {', '.join(nearest)}." if nearest and not few else f"Known: {shown}."

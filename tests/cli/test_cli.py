@@ -72,6 +72,7 @@ ESTIMATE_KEYS = {
     "predicted_peak_device_bytes",
     "predicted_device_interval_bytes",
     "smallest_surviving_capacity_bytes",
+    "predicted_paged_state_bytes",
     "predicted_step_seconds",
     "predicted_step_seconds_interval",
     "predicted_samples_per_second",

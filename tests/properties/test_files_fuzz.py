@@ -50,7 +50,6 @@ from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, ke
 from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.pretrained import RecipeRun, read_recipe_run
 from brimful.recipes.weights import load_matching, names_of_tensors
-from brimful.report import estimate_document
 from brimful.report.page import page_html
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
@@ -243,7 +242,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         keep_job_calibration(JOB, FACTORS)
     save_file({"a.pooler": torch.zeros(2)}, folder / TENSORS)
     (folder / "watched.json").write_text(json.dumps(watched_document(watched())))
-    (folder / "estimate.json").write_text(json.dumps(estimate_document(bf.estimate(job(), "T4"))))
+    (folder / "estimate.json").write_text(json.dumps(bf.estimate(job(), "T4").to_json()))
     for name, content in USERS.items():
         (folder / name).write_text(content)
     (folder / "memory.pickle").write_bytes(pickle.dumps(SNAPSHOT))

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from brimful.batches import named_tensors, own_part
 from brimful.capture.marks import mark_gradients, mark_state
+from brimful.capture.paged_state import forget_state, page_state
 from brimful.capture.recording.recorder import Recorder
 from brimful.execution.host_optimizer import state_bytes
 from brimful.job import Job
@@ -44,6 +45,8 @@ class CapturedOptimizer:
         self._is_on_host = settings.offload_optimizer or self.shards_on_host
         with recorder.position.on_host() if self._is_on_host else nullcontext():  # some make state at once
             self.optimizer = _make_optimizer(job, model, settings)
+        if not self._is_on_host:
+            page_state(self.optimizer, recorder)
         self._made_early: list[nn.Parameter] = []
         """Parameters whose state was made before a gradient reached them."""
 
@@ -99,8 +102,9 @@ class CapturedOptimizer:
         """Drop the state of parameters that no loss reaches; only the first step has any."""
         for parameter in self._made_early:
             if not is_used(parameter):
-                state = self.optimizer.state.pop(parameter, {})
-                self._recorder.ledger.discard(value for _name, value in named_tensors(state))
+                state = [value for _, value in named_tensors(self.optimizer.state.pop(parameter, {}))]
+                self._recorder.ledger.discard(state)
+                forget_state(state, self._recorder)
         self._made_early.clear()
 
 

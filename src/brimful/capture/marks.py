@@ -34,13 +34,14 @@ def mark_gradients(model: nn.Module, recorder: Recorder) -> None:
 
 
 def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> None:
-    """Mark the tensors that an optimizer keeps between steps, named after their parameters."""
+    """Mark the tensors that an optimizer keeps on the device between steps, named after their parameters."""
     plain_name = plain_namer(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     state = {
         f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}": value
         for parameter, values in optimizer.state.items()
         for key, value in named_tensors(values)
+        if not recorder.places.is_on_host(value)
     }
     recorder.mark(state.values(), Category.OPTIMIZER_STATE, state)
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.optim import Optimizer
 
 from brimful.batches import layout_of, named_tensors
 from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
@@ -59,7 +58,6 @@ from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
 from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
 from brimful.utils.deep_stack import deep_stack
-from brimful.utils.quantities import format_bytes
 
 _SEQUENCES = 3
 """Dimensions of the weight of a convolution over sequences; those over images and volumes have more."""
@@ -226,7 +224,8 @@ class CaptureSession:
         """
         model = after_setup(model, update)
         recorded = with_update(model, update)
-        self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
+        facts = self._observers.recorder.facts
+        facts.host_state_bytes, facts.paged_state_bytes = update.host_state_bytes, update.paged_state_bytes
         join_counts(self._rules, model, update)
         return self._trace(settings, 1, captured_micro_batches(settings), recorded)
 
@@ -336,7 +335,6 @@ class CaptureSession:
             uncertain_ops=(
                 *facts.all_uncertain,
                 *([_ASSUMED] if self._known.has_assumed else []),
-                *([] if self._captured is None else _paged(self._captured.optimizer)),
             ),
             compiled_lines=self._observers.compiled.lines,
             batch_coupled_modules=(*coupling.batch_norms(), *coupling.stateful()),
@@ -353,6 +351,7 @@ class CaptureSession:
             without_gradient=facts.without_gradient,
             checkpoints_without_gradient=facts.checkpoints_without_gradient,
             host_state_bytes=facts.host_state_bytes,
+            paged_state_bytes=facts.paged_state_bytes,
             host_staging_bytes=0 if recorder.host_is_device else facts.host_staging_bytes,
         )
 
@@ -401,22 +400,3 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
 
 def _convolves(ops: Iterable[Op]) -> bool:
     return any(isinstance(extents_of(op.extents), Convolution) for op in ops)
-
-
-def _paged(optimizer: Optimizer) -> tuple[str, ...]:
-    """A note that CUDA may move a paged optimizer's state to the host; none where none of the state is paged.
-
-    `torch.cuda.max_memory_allocated` does not count it: bitsandbytes allocates it as unified memory.
-
-    Source: bitsandbytes/optim/optimizer.py, Optimizer8bit.get_state_buffer: of parameters from 1e5 numbers on.
-    """
-    if not getattr(optimizer, "is_paged", False):
-        return ()
-    states = [state.values() for parameter, state in optimizer.state.items() if parameter.numel() >= 1e5]
-    size_bytes = sum(v.numel() * v.element_size() for state in states for v in state if torch.is_tensor(v))
-    if not size_bytes:
-        return ()
-    return (
-        f"the paged optimizer's state, of which {format_bytes(size_bytes)} are in CUDA's unified memory: "
-        "counted here as allocated, but not by torch, and up to as much may be in host memory",
-    )

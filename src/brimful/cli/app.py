@@ -174,12 +174,7 @@ def estimate(
     with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
-        from brimful.report import (
-            estimate_document,
-            generation_document,
-            largest_estimate_document,
-            whole_run_document,
-        )
+        from brimful.report import whole_run_document
         from brimful.report.plans import phase_lines
 
         if new_tokens is not None:
@@ -196,7 +191,7 @@ def estimate(
                 budget=budget,
                 allocator=allocator,
             )
-            show(found, lambda: generation_document(found), as_json)
+            show(found, found.to_json, as_json)
             if found.verdict is Verdict.DOES_NOT_FIT:
                 raise typer.Exit(1)
             return
@@ -225,10 +220,11 @@ def estimate(
         }
         if largest is None:
             result = api.estimate(job_of(source), device, micro_batch_size=micro_batch_size, **asked)
-            text, document = str(result), estimate_document(result)
+            text, document = str(result), result.to_json()
         else:
             of_size = largest_estimate(source, largest, device, micro_batch_size, asked)
-            result, text, document = of_size.estimate, str(of_size), largest_estimate_document(of_size, largest)
+            result, text, document = of_size.estimate, str(of_size), of_size.to_json()
+            document["largest_value"]["what"] = largest
         lines = [text, *(phase_lines(result) if phases else ())]
         if predict_run is not None:
             run = None if result.verdict is Verdict.DOES_NOT_FIT else predict_run(result)
@@ -273,7 +269,6 @@ def gpus(
     """Compare GPUs for a model: which can train it, how, how fast, and at what cost; with a length, a run."""
     with report_errors(as_json):
         from brimful import api
-        from brimful.report import gpus_document
 
         if length.is_given:
             length.check()
@@ -291,7 +286,7 @@ def gpus(
             )
         if length.is_given:
             fits = fits.predict_run(**arguments(length))
-        show(str(fits), lambda: gpus_document(job.name, global_batch_size, fits), as_json)
+        show(str(fits), fits.to_json, as_json)
 
 
 @app.command()
@@ -352,7 +347,6 @@ def plan(
         from brimful.report import (
             differences_document,
             differences_report,
-            largest_plan_document,
             whole_run_document,
         )
         from brimful.report.layout import as_text
@@ -384,7 +378,8 @@ def plan(
         asked = {"world_size": world_size, "num_nodes": num_nodes, "network": network, **arguments(planning)}
         if largest is not None:
             of_size = largest_plan(source, largest, device, global_batch_size, asked)
-            result, text, document = of_size.plan, str(of_size), largest_plan_document(of_size, largest)
+            result, text, document = of_size.plan, str(of_size), of_size.to_json()
+            document["largest_value"]["what"] = largest
         elif global_batch_size is not None:
             with busy("planning"):
                 found = api.plan(job_of(source), device, global_batch_size=global_batch_size, **asked)
@@ -504,11 +499,10 @@ def _compared(source: JobSource, device: str, *, measure: bool, **asked: Any) ->
 
 
 def _show_study(name: str, device: str, *, runs_small: bool, as_json: bool) -> None:
-    from brimful.report import study_document
     from brimful.studies import find_study, run_study
 
     result = run_study(find_study(name), None if device == "auto" else device, runs_small=runs_small)
-    show(result, lambda: study_document(result), as_json)
+    show(result, result.to_json, as_json)
 
 
 @app.command()

@@ -323,7 +323,7 @@ class TextClassificationOptions:
     """Options of `recipes.text_classification`, under the same names."""
 
     model: str = "bert-base"
-    """A local directory of transformers, or a built-in one: bert-base, …"""
+    """A local directory of transformers, an id on the Hugging Face Hub, or a built-in one: bert-base, …"""
     tokenizer: TokenizerOption = None
     validation_file: Path | None = None
     """Another such file to validate with. Default: a part of the first."""
@@ -353,7 +353,7 @@ class LanguageModelOptions:
     """Options of `recipes.language_model`, under the same names."""
 
     model: str = "gpt2"
-    """A local directory of transformers, or a built-in one: gpt2, …"""
+    """A local directory of transformers, an id on the Hugging Face Hub, or a built-in one: gpt2, …"""
     tokenizer: TokenizerOption = None
     text_column: str = "text"
     """Name of the texts in tables."""

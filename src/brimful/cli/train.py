@@ -98,7 +98,8 @@ def own_job(
             raise UsageError(
                 f"{job.name} has no data to train on. Write a job with "
                 "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job. "
-                "For files of your own there are recipes: brimful train --help."
+                "For files of your own there are recipes, as brimful train language-model FILE --model "
+                f"{model}: brimful train --help."
             )
         _train(with_loading(job, loading), context, run, planning, training, as_json)
 

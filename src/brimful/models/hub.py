@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.codec import parse_json, read_regular_file
-from brimful.errors import UsageError
+from brimful.errors import UsageError, nearest_names
 from brimful.job import Batch, Job
 from brimful.models.checks import check_range, checked_size
 from brimful.models.huggingface import attention, own_loss
@@ -122,21 +122,15 @@ def _from_hub(name: str) -> Path:
 
     A pipeline of diffusers has none of its own: that of the network that is trained.
     """
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise UsageError(
-            f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "
-            "transformers. Or give its config.json, or a directory that has one."
-        ) from error
+    library = _library_of_hub(name)
+    missing, not_cached = library.errors.EntryNotFoundError, library.errors.LocalEntryNotFoundError
     failure: Exception | None = None
     for file in ("config.json", *(f"{part}/config.json" for part in _PARTS_OF_PIPELINES)):
         try:
-            return Path(hf_hub_download(name, file))
-        except LocalEntryNotFoundError as error:  # without a network, it is not in the cache
+            return Path(library.hf_hub_download(name, file))
+        except not_cached as error:  # without a network, it is not in the cache
             failure = error
-        except EntryNotFoundError as error:  # the repository has no such file
+        except missing as error:  # the repository has no such file
             failure = failure or error
         except Exception as error:  # the library has errors of several packages
             failure = error
@@ -146,8 +140,47 @@ def _from_hub(name: str) -> Path:
         f"config.json of {name} is neither in the local cache of the Hugging Face Hub nor could it be "
         f"downloaded: {reason[0]} Where there is a network: hf download {name} config.json, of a pipeline of "
         "diffusers unet/config.json or transformer/config.json; then give that file in place of the name. "
-        "`brimful models` lists those that are known without it."
+        f"{_nearest(name)}`brimful models` lists those that are known without it."
     ) from failure
+
+
+def hub_directory(name: str) -> Path | None:
+    """The directory of a model on the Hub with its weights and tokenizer; None if the name is not that of one.
+
+    It is in the cache of the Hub's library, which downloads it if it can; code and pickles are not. UsageError
+    if it cannot be had.
+    """
+    if not _may_be_id(name):
+        return None
+    try:
+        return Path(_library_of_hub(name).snapshot_download(name, allow_patterns=_WEIGHTS_AND_TOKENIZER))
+    except Exception as error:  # the library has errors of several packages
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(
+            f"the weights and the tokenizer of {name} are neither in the local cache of the Hugging Face Hub "
+            f"nor could they be downloaded: {reason[0]} Where there is a network: hf download {name}; then "
+            f"give that directory in place of the name. {_nearest(name)}".rstrip()
+        ) from error
+
+
+_WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+
+def _library_of_hub(name: str) -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise UsageError(
+            f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "
+            "transformers. Or give its config.json, or a directory that has one."
+        ) from error
+    return huggingface_hub
+
+
+def _nearest(name: str) -> str:
+    """The names in the package that are like a name, as a sentence; nothing if none is, or it is one."""
+    near = [] if known_model(name) else nearest_names(name, known_models(), likeness=0.6)
+    return f"Nearest: {', '.join(near)}. " if near else ""
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def _architecture(name: str) -> Callable[..., Job]:
     """What makes the job of an architecture from its options."""
     factory = _ARCHITECTURES.get(name) or hub_job(name)
     if factory is None:
+        if "/" in name and not is_file(Path(name)):
+            raise UsageError(f"there is no file or directory {name!r} (looked in {Path.cwd()}). {_FORMS}")
         short = [known.rpartition("/")[2] for known in known_models()]
         raise UnknownNameError("model", name, [*_ARCHITECTURES, *short], hint=_FORMS)
     return factory

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
-from brimful.codec import JsonForm, json_form, to_json_document
+from brimful.codec import JsonForm, json_form
 from brimful.devices import Device
 from brimful.planner.plan import Plan
 from brimful.prediction.estimate import estimate_unlimited
@@ -36,10 +35,6 @@ class PlanCheck(PrintedResult):
     def fits(self) -> bool:
         """Whether the predicted peak is within the budget."""
         return self.predicted_peak_device_bytes <= self.budget_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object with the record's own names."""
-        return to_json_document(self)
 
 
 def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> PlanCheck:

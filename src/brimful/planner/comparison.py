@@ -142,11 +142,6 @@ class TechniqueComparison(PrintedResult):
         )
         return best if is_faster else same
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object with the record's own names."""
-        document: dict[str, Any] = import_module("brimful.report").comparison_document(self)
-        return document
-
     def to_markdown(self) -> str:
         """The rows as a table in Markdown."""
         return str(import_module("brimful.report").comparison_markdown(self))

@@ -41,8 +41,8 @@ def language_model(
 
     Args:
         *files: Files of text; .jsonl, .csv and .tsv files have one text per row, any other is one text.
-        model: A directory saved by transformers, to start from its weights; or a built-in language model, such
-            as "gpt2", with random weights.
+        model: A directory saved by transformers or an id on the Hub, such as "Qwen/Qwen2.5-0.5B", to start from
+            its weights; or a built-in language model, such as "gpt2", with random weights.
         tokenizer: A directory or a `tokenizer.json`, or "bytes". None uses that of the model's directory; for
             a built-in model, bytes.
         text_column: Name of the text column in tables.

@@ -55,8 +55,8 @@ def text_classification(
 
     Args:
         file: A .csv or .tsv file with a header, or a .jsonl file of objects.
-        model: A directory saved by transformers, to start from its weights; or a built-in classifier, such as
-            "bert-base", with random weights.
+        model: A directory saved by transformers or an id on the Hub ("FacebookAI/roberta-base"), to start from
+            its weights; or a built-in classifier, such as "bert-base", with random weights.
         tokenizer: A directory or a `tokenizer.json`, or "bytes". None uses that of the model's directory; for
             a built-in model, bytes.
         validation_file: A file of validation texts; None uses a part of `file`.

@@ -1,4 +1,4 @@
-"""Text models for recipes, with their tokenizers: built in, or a directory saved by transformers."""
+"""Text models for recipes, with their tokenizers: built in, of the Hub, or saved by transformers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.models import find_architecture
 from brimful.models.adapters import LEARNING_RATE as ADAPTER_RATE
 from brimful.models.adapters import LoraOptions, adapted, check_quantization, load_base
+from brimful.models.hub import hub_directory
 from brimful.models.huggingface import attention
 from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.optimizers import NamedOptimizer, named_optimizer
@@ -68,7 +69,7 @@ def find_text_model(
     lora: str | None = None,
     quantization: str | None = None,
 ) -> TextModel:
-    """Find a model, built in or a directory saved by transformers, and its tokenizer; the model is not built.
+    """Find a model, built in, of the Hub or in a directory, and its tokenizer; the model is not built.
 
     `num_labels` is the number of classes; None finds a language model. `tokenizer` is a directory or a
     `tokenizer.json`, or "bytes"; None uses that of the model's directory, or bytes for a built-in model.
@@ -76,13 +77,16 @@ def find_text_model(
     see `LoraOptions.parse`; None trains all weights. `quantization` is one of `adapters.QUANTIZATIONS`, for the
     frozen weights.
 
-    Raises `UnknownNameError` if `name` is neither, and `UsageError` if the directory has no such model, or it
+    Raises `UnknownNameError` if `name` is none, and `UsageError` if the directory has no such model, or it
     cannot take the tokenizer, the length or adapters.
     """
     adapters = None if lora is None else LoraOptions.parse(lora)
     check_quantization(quantization, has_adapters=adapters is not None)
     known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
-    has_directory, is_built_in = is_directory(Path(name)), str(name) in known
+    is_built_in = str(name) in known
+    if not is_built_in and not is_directory(Path(name)):
+        name = hub_directory(str(name)) or name
+    has_directory = is_directory(Path(name))
     if has_directory and is_built_in:
         raise UsageError(
             f"{name!r} is both a built-in model and a directory here. Write ./{name} for the directory, or "
@@ -90,7 +94,7 @@ def find_text_model(
         )
     if not has_directory and not is_built_in:
         raise UnknownNameError(
-            _kind(num_labels), str(name), known, hint="A directory that transformers saved does too."
+            _kind(num_labels), str(name), known, hint="Or an id on the Hub, or a directory of transformers."
         )
     read_from = name if has_directory and tokenizer is None else tokenizer
     found = find_tokenizer(read_from)

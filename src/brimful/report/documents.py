@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 from brimful.codec import JsonForm, json_form, omit_defaults, to_json_document
 from brimful.errors import InfeasibleError
 from brimful.memory import AllocatorSettings
-from brimful.planner import GpuFit, UsualFit
+from brimful.planner import GpuFit, GpuSurvey, UsualFit
 from brimful.prediction import Estimate
 from brimful.results import WholeRun
-
-
-def estimate_document(estimate: Estimate) -> dict[str, Any]:
-    """The document of `brimful estimate --json`."""
-    return to_json_document(estimate)
-
 
 json_form(
     JsonForm(
@@ -36,7 +29,11 @@ json_form(
         order=(
             *("job", "device", "settings", "is_own_loop", "verdict", "capacity_bytes"),
             *("predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes", "predicted_peak_device_bytes"),
-            *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
+            *(
+                "predicted_device_interval_bytes",
+                "smallest_surviving_capacity_bytes",
+                "predicted_paged_state_bytes",
+            ),
             *("predicted_step_seconds", "predicted_step_seconds_interval", "predicted_samples_per_second"),
             *("predicted_time_shares", "breakdown", "peak", "largest"),
             *("modules", "phases", "allocators", "context_source", "torch_version"),
@@ -90,11 +87,11 @@ def whole_run_document(run: WholeRun | None) -> dict[str, Any]:
     return {"run": None if run is None else to_json_document(run)}
 
 
-def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> dict[str, Any]:
+def gpus_document(fits: GpuSurvey) -> dict[str, Any]:
     """The document of `brimful gpus --json`."""
     return {
-        "job": job,
-        "global_batch_size": global_batch_size,
+        "job": fits.job,
+        "global_batch_size": fits.global_batch_size,
         "gpus": [to_json_document(fit) for fit in fits],
     }
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
 
-from brimful.codec import JsonForm, json_form, to_json_document
+from brimful.codec import JsonForm, json_form
 from brimful.prediction import GenerationEstimate
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row
 from brimful.report.plans import TONES, uncertain_rows
@@ -74,11 +73,6 @@ def _parts(found: GenerationEstimate) -> Iterator[Part]:
         ),
     )
     yield from (Remark("note", note) for note in found.notes)
-
-
-def generation_document(found: GenerationEstimate) -> dict[str, Any]:
-    """The document of `brimful estimate --new-tokens --json`."""
-    return to_json_document(found)
 
 
 json_form(JsonForm(derived={"verdict": attrgetter("verdict")}, order=("job", "device", "verdict")))(

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from brimful.planner import LargestEstimate, LargestPlan
-from brimful.report.documents import estimate_document
 from brimful.report.layout import Listing, Part, Report, Row, as_text
 from brimful.report.plans import estimate_report, plan_report
 from brimful.utils.quantities import format_bytes, format_rate, format_seconds
@@ -100,12 +99,12 @@ def _wrapped(label: str, text: str) -> Iterator[Part]:
         yield Row("" if number else label, line)
 
 
-def largest_estimate_document(found: LargestEstimate, what: str) -> dict[str, Any]:
-    """The document of `brimful estimate --largest --json`; `what` is as the command line names it."""
-    return estimate_document(found.estimate) | {"largest_value": _of_size(found, what)}
+def largest_estimate_document(found: LargestEstimate) -> dict[str, Any]:
+    """The document of `brimful estimate --largest --json`, without the name on the command line."""
+    return found.estimate.to_json() | {"largest_value": _of_size(found)}
 
 
-def largest_plan_document(found: LargestPlan, what: str) -> dict[str, Any]:
+def largest_plan_document(found: LargestPlan) -> dict[str, Any]:
     """The document of `brimful plan --largest --json`."""
     without = found.without_plan
     beside = {
@@ -116,16 +115,15 @@ def largest_plan_document(found: LargestPlan, what: str) -> dict[str, Any]:
         else {"value": without.size.value, "parameter_count": without.estimate.parameter_count}
         | {name: getattr(without.estimate, name) for name in _OF_A_STEP},
     }
-    return found.plan.to_json() | {"largest_value": _of_size(found, what) | beside}
+    return found.plan.to_json() | {"largest_value": _of_size(found) | beside}
 
 
 _OF_A_STEP = ("predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second")
 
 
-def _of_size(found: LargestEstimate | LargestPlan, what: str) -> dict[str, Any]:
+def _of_size(found: LargestEstimate | LargestPlan) -> dict[str, Any]:
     size = found.size
     return {
-        "what": what,
         "option": found.option,
         "value": size.value,
         "next_value": size.next_value,

@@ -68,9 +68,9 @@ def _parts(study: StudyResult) -> Iterator[Part]:
         yield Remark(
             "article's", "a loop as its software ran it; speed and errors are of that where it is given"
         )
-    yield Remark("", study.conclusion)
     yield Remark("guide", study.source)
     yield from (Remark("note", note) for note in study.notes)
+    yield Remark("choose", study.conclusion)
 
 
 def _error(error: float | None) -> str:

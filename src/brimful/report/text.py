@@ -1,9 +1,11 @@
-"""What `print` and notebooks show of each result."""
+"""What `print` and notebooks show of each result, and its JSON."""
 
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import Any
 
+from brimful.codec import to_json_document
 from brimful.exports import Export
 from brimful.planner import (
     GpuSurvey,
@@ -14,15 +16,21 @@ from brimful.planner import (
     TechniqueComparison,
 )
 from brimful.prediction import Estimate, GenerationEstimate
-from brimful.report.comparisons import comparison_report
+from brimful.report.comparisons import comparison_document, comparison_report
+from brimful.report.documents import gpus_document
 from brimful.report.generation import generation_report
 from brimful.report.gpus import gpus_text
 from brimful.report.html import as_html, preformatted
-from brimful.report.largest import largest_estimate_text, largest_plan_text
+from brimful.report.largest import (
+    largest_estimate_document,
+    largest_estimate_text,
+    largest_plan_document,
+    largest_plan_text,
+)
 from brimful.report.layout import Report, as_text
 from brimful.report.measurements import check_report, comparison_text, equivalence_report, measurement_report
 from brimful.report.plans import estimate_report, export_report, plan_report
-from brimful.report.studies import study_report
+from brimful.report.studies import study_document, study_report
 from brimful.report.training import summary_report
 from brimful.report.whole_run import whole_run_report
 from brimful.results import Comparison, EquivalenceReport, Measurement, StudyResult, TrainingResult, WholeRun
@@ -61,3 +69,16 @@ _shown.register(EquivalenceReport, equivalence_report)
 _shown.register(StudyResult, study_report)
 _shown.register(TrainingResult, summary_report)
 _shown.register(WholeRun, whole_run_report)
+
+
+@singledispatch
+def document_of(result: Any) -> dict[str, Any]:
+    """The JSON of a result, as `result.to_json()` returns it."""
+    return to_json_document(result)
+
+
+document_of.register(GpuSurvey, gpus_document)
+document_of.register(TechniqueComparison, comparison_document)
+document_of.register(LargestEstimate, largest_estimate_document)
+document_of.register(LargestPlan, largest_plan_document)
+document_of.register(StudyResult, study_document)

@@ -13,7 +13,6 @@ from brimful.codec import (
     UnboundedNonNegativeFloat,
     from_json_document,
     json_form,
-    to_json_document,
 )
 from brimful.utils.display import PrintedResult
 
@@ -141,7 +140,3 @@ class EquivalenceReport(PrintedResult):
             FileFormatError: A field is unknown, missing, of another type or out of range.
         """
         return from_json_document(document, cls, where=where)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object with the records' own names; infinite differences are written as "inf"."""
-        return to_json_document(self)

@@ -43,7 +43,7 @@ def distributed() -> Study:
         epochs=4,
         conclusion=(
             "One process per GPU with DDP: the loss and the accuracy are those of one GPU with the whole "
-            "batch. Give each GPU enough samples that averaging gradients hides behind the backward pass."
+            "batch; give each GPU enough samples that averaging gradients hides behind the backward pass."
         ),
         notes=(
             "The article trains MNIST over gloo and publishes no times. At the small scale two processes share "
@@ -92,7 +92,7 @@ def balanced_loss() -> Study:
         epochs=2,
         conclusion=(
             "Do not gather outputs on one GPU: compute the loss where the logits are, as DDP does, and in "
-            "chunks where the vocabulary is large. Both give the same gradients."
+            "chunks where the vocabulary is large; both give the same gradients."
         ),
         notes=("The article computes the size of the logits: 1.44 GB, twice with their gradient.",),
     )
@@ -141,7 +141,7 @@ def zero() -> Study:
         epochs=4,
         conclusion=(
             "Shard only what does not fit: ZeRO-1 costs no more communication than DDP, sharded parameters "
-            "half as much again. The loss is the same under all of them."
+            "half as much again; the loss is the same under all of them."
         ),
         notes=(
             "The published figures are the paper's formulas, of 4 bytes each for weights and gradients and 8 "
@@ -187,8 +187,8 @@ def moe() -> Study:
         ),
         epochs=2,
         conclusion=(
-            "Experts buy parameters with memory: 16 bytes each with AdamW, whether a token uses them or not. "
-            "Load their weights in bf16: autocast does not cast torch's grouped product, which runs in fp32."
+            "Experts buy parameters with memory: 16 bytes each with AdamW, whether a token uses them or not; "
+            "load their weights in bf16: autocast does not cast torch's grouped product, which runs in fp32."
         ),
         notes=("The guide has no figures of its own. Rows are in bf16 autocast where their weights are fp32.",),
     )

@@ -103,7 +103,7 @@ def bert_large() -> Study:
         cases=tuple(cases),
         epochs=3,
         conclusion=(
-            "Take half precision first: published, it alone doubles the speed. Accumulate and checkpoint until "
+            "Take half precision first: published, it alone doubles the speed; accumulate and checkpoint until "
             "the batch fits, and change the optimizer last."
         ),
         notes=(FP16_NOTE,),
@@ -157,7 +157,7 @@ def xlm_r() -> Study:
         epochs=3,
         conclusion=(
             "Take half precision first: published, it makes the base model 1.4 times faster and leaves room "
-            "for twice the batch. Checkpoint only what does not fit then."
+            "for twice the batch; checkpoint only what does not fit then."
         ),
         notes=(
             "The sequence length and the optimizer are not published: 512 tokens, torch's AdamW.",
@@ -220,7 +220,7 @@ def bert_checkpointing() -> Study:
         epochs=3,
         conclusion=(
             "Checkpointing buys batch size, not accuracy: published, 36 % more time for 64 % less memory, at "
-            "the same accuracy. Larger batches win part of the time back."
+            "the same accuracy; larger batches win part of the time back."
         ),
         notes=(
             "The GPU, the sequence length and what of each layer is checkpointed are not published for the "
@@ -263,7 +263,7 @@ def optimizers() -> Study:
         ),
         epochs=3,
         conclusion=(
-            "Keep AdamW where it fits. 8-bit AdamW saves three quarters of its state, Adafactor nearly all; "
+            "Keep AdamW where it fits; 8-bit AdamW saves three quarters of its state, Adafactor nearly all; "
             "both change the updates, so compare the loss over some hundred steps."
         ),
         notes=("At the small scale each optimizer has a learning rate of its own, usual for it, not tuned.",),
@@ -329,7 +329,7 @@ def anatomy() -> Study:
         epochs=3,
         conclusion=(
             "Weights, gradients and AdamW's state take 16 bytes a parameter before the first sample: if those "
-            "do not fit, change the optimizer or shard. If they do, the rest are activations: checkpoint."
+            "do not fit, change the optimizer or shard; if they do, the rest are activations: checkpoint."
         ),
         notes=(
             "The article counts 6 bytes a parameter for the weights of autocast; its copies in fp16 live in "
@@ -366,8 +366,8 @@ def dtypes() -> Study:
         ),
         epochs=3,
         conclusion=(
-            "On Ampere and later take bf16 autocast: the range of fp32, no loss scaling. tf32 is one flag and "
-            "changes nothing else. Weights in bf16 halve weights, gradients and state, and lose small updates."
+            "On Ampere and later take bf16 autocast: the range of fp32, no loss scaling; tf32 is one flag and "
+            "changes nothing else; weights in bf16 halve weights, gradients and state, and lose small updates."
         ),
         notes=(
             "The guide has no figures of one model in all of these.",
@@ -386,8 +386,8 @@ def sizes() -> Study:
         cases=tuple(_sized_cases()),
         epochs=3,
         conclusion=(
-            "Round the vocabulary up to a multiple of 64: the step gets faster although the model gets larger. "
-            "What rounding up a hidden size adds costs no time. Batches of samples with many tokens need none."
+            "Round the vocabulary up to a multiple of 64: the step gets faster although the model gets larger; "
+            "what rounding up a hidden size adds costs no time; batches of samples with many tokens need none."
         ),
         notes=("The guide recommends multiples of 8 for fp16, and of 64 on an A100, without figures.",),
     )

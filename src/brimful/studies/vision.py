@@ -70,7 +70,7 @@ def vgg16() -> Study:
         ),
         epochs=8,
         conclusion=(
-            "Checkpointing loses no accuracy: what it computes again is the same, dropout included. Two "
+            "Checkpointing loses no accuracy: what it computes again is the same, dropout included; two "
             "segments save little of VGG16, whose first layers hold most: look at the memory first."
         ),
         notes=(
@@ -168,7 +168,7 @@ def accumulation() -> Study:
         epochs=4,
         conclusion=(
             "Without BatchNorm accumulation is the whole batch, at the memory of a part and a little more "
-            "time. Training with the part alone is another training: its learning rate has to be chosen again."
+            "time; training with the part alone is another training: its learning rate has to be chosen again."
         ),
         notes=("The published column is Faster R-CNN's mean average precision, in batches of two images.",),
     )
@@ -202,7 +202,7 @@ def batch_norm() -> Study:
         ),
         epochs=4,
         conclusion=(
-            "Accumulate freely under GroupNorm or LayerNorm: the steps are those of the whole batch. Under "
+            "Accumulate freely under GroupNorm or LayerNorm: the steps are those of the whole batch; under "
             "BatchNorm each micro-batch has its own statistics, so keep it large, or let a plan keep the batch "
             "whole."
         ),
@@ -230,7 +230,7 @@ def deep_mlp_study() -> Study:
         epochs=3,
         conclusion=(
             "About the square root of the number of layers takes least: fewer segments hold more at once, more "
-            "of them keep more inputs. Up to dozens of segments the time is that of one more forward."
+            "of them keep more inputs; up to dozens of segments the time is that of one more forward."
         ),
         notes=("At the small scale there are 300 layers.",),
     )
@@ -265,7 +265,7 @@ def memory_format() -> Study:
         epochs=3,
         conclusion=(
             "Take channels_last with half precision on GPUs with tensor cores: there it is what cuDNN's "
-            "kernels want. In fp32, and on a CPU, leave the format as it is unless measured."
+            "kernels want; in fp32, and on a CPU, leave the format as it is unless measured."
         ),
         notes=("The tutorial reports 22 % for mixed precision on a V100, of another training script.",),
     )
@@ -296,7 +296,7 @@ def dataloader() -> Study:
         epochs=1,
         conclusion=(
             "Count samples per second on both sides: as many workers as it takes to prepare what the GPU "
-            "consumes, and pinned memory so that copies overlap. More workers than that only take memory."
+            "consumes, and pinned memory so that copies overlap; more workers than that only take memory."
         ),
         notes=("The guide has no figures. At the small scale a sample's preparation takes some milliseconds.",),
     )

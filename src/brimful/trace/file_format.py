@@ -51,6 +51,7 @@ _TABLES: dict[str, type[Any]] = {
 _LATER = (
     "couples_samples",
     "host_state_bytes",
+    "paged_state_bytes",
     "host_staging_bytes",
     "stateful_modules",
     "global_batch",

@@ -212,6 +212,8 @@ class Trace:
     host_state_bytes: NonNegativeInt = 0
     """Bytes in host memory between steps, if the device is a GPU: optimizer state, and with
     `offload_parameters` shards of parameters and gradients."""
+    paged_state_bytes: NonNegativeInt = 0
+    """Bytes of optimizer state in CUDA's managed memory, which is outside of the allocator."""
     host_staging_bytes: NonNegativeInt = 0
     """Pinned host memory that stages gradients and parameters on their way to and from the host."""
 

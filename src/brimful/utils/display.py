@@ -110,7 +110,7 @@ def make_console() -> Console:
 
 
 class PrintedResult:
-    """A result that `print` and IPython show as text, and notebooks as HTML, both made by `brimful.report`.
+    """A result as text for `print` and IPython, as HTML and as JSON, all made by `brimful.report`.
 
     The records are below `report` in the layers, so `report` is imported by name, when a result is printed.
     """
@@ -119,6 +119,11 @@ class PrintedResult:
 
     def __str__(self) -> str:
         return str(import_module("brimful.report").text_of(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the record's own names; numbers that JSON lacks are "nan", "inf" and "-inf"."""
+        document: dict[str, Any] = import_module("brimful.report").document_of(self)
+        return document
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """IPython's protocol (lib.pretty)."""

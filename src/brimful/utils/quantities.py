@@ -127,7 +127,7 @@ def format_hours(seconds: float) -> str:
 def format_interval(low: str, high: str) -> str:
     """Both ends of an interval, with one unit where both have the same: "350–480 ms", "812 ms–1.2 s"."""
     number, _, unit = low.partition(" ")
-    return f"{number if high.endswith(unit) and ' ' not in unit else low}–{high}"
+    return f"{number if high.partition(' ')[2] == unit and ' ' not in unit else low}–{high}"
 
 
 def format_price(price: float) -> str:

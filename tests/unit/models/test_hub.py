@@ -299,14 +299,18 @@ def test_paths_are_not_asked_of_the_network(path: str, tmp_path: Path, monkeypat
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnknownNameError):
+    with pytest.raises(UsageError, match="there is no file or directory"):
         bf.find_architecture(path)
 
 
 def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match=r"hf download no-such/model-at-all config\.json"):
+    with pytest.raises(UsageError, match=r"hf download no-such/model-at-all config\.json(?!.*Nearest)"):
         bf.find_architecture("no-such/model-at-all")
+    with pytest.raises(UsageError, match=r"Nearest: Qwen/Qwen2\.5-0\.5B, "):
+        bf.find_architecture("qwen/Qwen2.5-0.5Bx")
+    with pytest.raises(UsageError, match=r"there is no file or directory '/no/such/place'"):
+        bf.find_architecture("/no/such/place")
 
 
 def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:

@@ -416,6 +416,33 @@ def test_a_language_model_of_a_directory_learns_and_is_as_planned(tmp_path: Path
     assert result.measured_peak_allocated_bytes == pytest.approx(plan.predicted_peak_allocated_bytes, rel=0.02)
 
 
+def test_an_id_on_the_hub_is_its_directory_in_the_cache(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its weights, and without code or pickles."""
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.update(name=name, patterns=allow_patterns)
+        return str(llama)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 100)
+    job = language_model(tmp_path / "a.txt", model="some/llama", tokenizer="bytes", sequence_length=32)
+    assert job.weights is not None
+    assert asked["name"] == "some/llama"
+    assert not {".py", ".bin", ".pt"} & {Path(pattern).suffix for pattern in asked["patterns"]}
+
+
+def test_an_id_that_cannot_be_downloaded_says_what_to_fetch_and_what_is_near(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 100)
+    with pytest.raises(UsageError, match=r"hf download Qwen/Qwen2\.5-0\.5Bx; .*Nearest: Qwen/Qwen2\.5-0\.5B"):
+        language_model(tmp_path / "a.txt", model="Qwen/Qwen2.5-0.5Bx", sequence_length=32)
+
+
 def test_too_little_text_and_files_that_are_none_are_refused(tmp_path: Path, llama: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     (tmp_path / "b.txt").write_bytes(b"\x80\x81abc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -129,6 +130,16 @@ def test_html_is_small_and_has_neither_scripts_nor_styles_of_the_page(name: str)
     assert page.attributes <= {"class", "style"}
     assert not any("url(" in style or "position" in style for style in page.styles)
     assert not any(re.search(r"[:,]\.\d", style) for style in page.styles)  # JupyterLab drops .8 and keeps 0.8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_result_is_a_json_object_of_its_own_numbers(name: str) -> None:
+    result = results()[name]
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    numbers = {key: value for key, value in document.items() if isinstance(value, int | float | str)}
+    assert numbers
+    for key in numbers.keys() - {"brimful_plan", "brimful_training"}:
+        assert numbers[key] == getattr(result, key)
 
 
 @pytest.mark.parametrize("name", ["estimate", "plan", "check", "equivalence", "gpus"])

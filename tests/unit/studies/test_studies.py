@@ -1,6 +1,7 @@
 """Studies: their small scales learn, and show what their conclusions say."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from torch import nn
 from brimful.api import estimate, fit
 from brimful.devices import find_device
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
-from brimful.report import study_document
 from brimful.results import (
     Published,
     StopReason,
@@ -114,11 +114,15 @@ def test_predictions_stand_beside_published_figures() -> None:
     assert result.peak_errors()[0] == whole.as_published.predicted_peak_device_bytes / (14222 * 2**20) - 1
     assert result.speed_errors()[0] is None  # the others are relative to it
     assert result.speed_errors()[1] is not None
-    document = json.loads(json.dumps(study_document(result)))
+    document = json.loads(json.dumps(result.to_json()))
     assert document["rows"][1]["speed_error"] == result.speed_errors()[1]
-    text = str(result)
-    assert "13.9 GiB" in text
-    assert STUDIES["vgg16"].conclusion in text
+    assert "13.9 GiB" in str(result)
+    assert str(result).endswith(STUDIES["vgg16"].conclusion)
+
+
+@pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+def test_a_study_concludes_in_one_sentence(study: Study) -> None:
+    assert len(re.findall(r"[.!?](?= |$)", study.conclusion)) == 1
 
 
 def test_the_loop_of_the_article_is_predicted_for_its_device_alone() -> None:

@@ -71,7 +71,7 @@ def test_a_loaded_trace_equals_the_saved_one(tmp_path: Path, name: str) -> None:
 
 def test_a_trace_of_an_earlier_release_lacks_columns_and_fields_that_have_defaults() -> None:
     document = document_of(written())
-    for later in ("couples_samples", "host_state_bytes", "host_staging_bytes"):
+    for later in ("couples_samples", "host_state_bytes", "host_staging_bytes", "paged_state_bytes"):
         del document[later]
     place = document["ops"]["columns"].index("on_host")
     for row in (document["ops"]["columns"], *document["ops"]["rows"]):

@@ -20,7 +20,9 @@ from brimful.errors import BatchError, UsageError
 from brimful.job import Data, Job
 from brimful.trainer.data.batches import (
     Batches,
+    _samplers,
     check_validation,
+    find_data,
     is_one_batch,
     refuse_single_samples,
     validation_batches,
@@ -212,6 +214,29 @@ def test_a_sampler_that_divides_the_samples_among_ranks_is_refused(loader):
     with pytest.raises(UsageError, match=r"one of 2 parts .*whole global batch"):
         Batches(loader(2), global_batch_size=1, seed=0)
     Batches(loader(1), global_batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+@pytest.mark.parametrize("by", [by_sampler, by_batch_sampler])
+def test_the_batches_of_a_distributed_sampler_are_those_of_all_ranks_together(by, epoch):
+    """Each rank of a run reads the global batch, and computes its share."""
+    dataset = TensorDataset(torch.arange(12.0))
+
+    def of(rank):
+        sampler = DistributedSampler(dataset, num_replicas=2, rank=rank, seed=5)
+        if by is by_sampler:
+            return DataLoader(dataset, batch_size=3, sampler=sampler)
+        return DataLoader(dataset, batch_sampler=BatchSampler(sampler, 3, drop_last=False))
+
+    def read(loader):
+        (set_epoch,) = {s.set_epoch for s in _samplers(loader) if hasattr(s, "set_epoch")}
+        set_epoch(epoch)
+        return [set(values.tolist()) for (values,) in loader]
+
+    job = Job(model=nn.Linear(1, 1), loss=lambda model, batch: model(batch), batch=lambda samples: X)
+    found = find_data(job, Data(train=of(1)))
+    assert read(found.train) == [a | b for a, b in zip(read(of(0)), read(of(1)), strict=True)]
+    Batches(found.train, global_batch_size=6, seed=0)
 
 
 def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch_once():

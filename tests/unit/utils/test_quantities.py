@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from brimful.errors import SizeError
-from brimful.utils.quantities import format_seconds, parse_bytes
+from brimful.utils.quantities import format_interval, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,16 @@ def test_what_is_not_a_number_of_bytes_is_refused_in_one_line(number: object) ->
 )
 def test_times_have_about_three_digits(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        ("350 ms", "480 ms", "350–480 ms"),
+        ("812 ms", "1.2 s", "812 ms–1.2 s"),
+        ("99.9 s", "5 min 10 s", "99.9 s–5 min 10 s"),
+        ("2 min 03 s", "5 min 10 s", "2 min 03 s–5 min 10 s"),
+    ],
+)
+def test_an_interval_has_one_unit_only_where_both_ends_have_the_same(low: str, high: str, text: str) -> None:
+    assert format_interval(low, high) == text

@@ -21,6 +21,7 @@ from brimful.capture.captured_step import StepObservers
 from brimful.capture.corrections.functions import CorrectedFunctions
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.own_loop.closures import ClosureSteps
+from brimful.capture.paged_state import page_state
 from brimful.errors import CaptureError
 from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job
@@ -86,6 +87,7 @@ def _phases_followed(
     closures = ClosureSteps(recorder)
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        page_state(optimizer, recorder)
         mark_model(model, recorder)  # `model.to(dtype)` gives parameters other storages
         mark_gradients(model, recorder)
         at, is_last = batches.micro_batch, batches.is_last_step

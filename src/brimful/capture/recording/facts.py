@@ -25,6 +25,8 @@ class StepFacts:
     """Whether reentrant checkpointing ran a region whose input needs no gradient."""
     host_state_bytes: int = 0
     """Optimizer state in the host's memory."""
+    paged_state_bytes: int = 0
+    """Optimizer state in CUDA's managed memory."""
     host_staging_bytes: int = 0
     """Pinned memory for copies between the host's memory and the device's."""
 

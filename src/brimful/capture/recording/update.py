@@ -57,6 +57,8 @@ class RecordedPart:
     gradients: tuple[Gradient, ...]
     host_state_bytes: int
     """Optimizer state in the host's memory."""
+    paged_state_bytes: int
+    """Optimizer state in CUDA's managed memory."""
     counts: Mapping[str, Sequence[tuple[int, int, int]]]
     """By correction: the index of the next op, occurrences and changed bytes, for all that it counted."""
 

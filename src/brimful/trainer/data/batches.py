@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,7 @@ from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch, Data, Job, Samples
 from brimful.results import DataLoading
 from brimful.trainer.data.rng import generator_of
+from brimful.trainer.data.undivided import undivided
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ begin with smaller ones."""
 
 
 def find_data(job: Job, data: Data | None) -> Data:
-    """The data given to the trainer, else the job's own."""
+    """The data given to the trainer, else the job's own; a `DistributedSampler` divides none of them."""
     if data is None:
         if job.data is None:
             raise UsageError(
@@ -47,7 +49,7 @@ def find_data(job: Job, data: Data | None) -> Data:
         raise UsageError(
             f"the data of {job.name} are a {type(data).__name__}; wrap them: Data(train=…, validation=…)."
         )
-    return data
+    return replace(data, train=undivided(data.train), validation=undivided(data.validation))
 
 
 class Batches:
