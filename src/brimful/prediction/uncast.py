@@ -25,7 +25,7 @@ def uncast_notes(trace: Trace) -> tuple[str, ...]:
     total = sum(flops.values())
     return tuple(
         f"{share:.0%} of the arithmetic stays in float32: autocast does not cast {name}. With the weights in "
-        f"{half}, such as by --dtype bf16, it would run in half precision."
+        f"{half} (--dtype {trace.settings.precision}), it would run in half precision."
         for (name, dtype), count in flops.items()
         if dtype == "float32" and (share := count / max(total, 1)) > NOTED_SHARE
     )
