@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from brimful.execution.out_of_memory import explain
-from brimful.torch_utils.forward_lines import recorded_lines
+from brimful.torch_utils.forward_lines import record_again, recorded_lines
 
 _MOST_EVENTS = 100_000
 """Allocations that a snapshot keeps. A choice: some steps of a model."""
@@ -53,11 +53,14 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
 
     def __enter__(self) -> Self:
         self._step_began, self._handled = 0, sys.exc_info()[1]
-        self._ends.enter_context(recorded_lines())
-        self._ends.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        if self._snapshot is not None and torch.cuda.is_available() and not torch._C._cuda_isHistoryEnabled():
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
-            self._ends.callback(torch.cuda.memory._record_memory_history, enabled=None)
+        with ExitStack() as ends:
+            ends.enter_context(recorded_lines())
+            ends.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            has_history = not torch.cuda.is_available() or torch._C._cuda_isHistoryEnabled()
+            if self._snapshot is not None and not has_history:
+                torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
+                ends.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            self._ends = ends.pop_all()
         return self
 
     def __exit__(
@@ -71,6 +74,7 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
 
     def _after_step(self, _optimizer: Optimizer, _args: object, _named: object) -> None:
         self._step_began = torch._C._autograd._get_sequence_nr()
+        record_again()
 
 
 def _written_snapshot(path: Path) -> str:

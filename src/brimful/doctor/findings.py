@@ -286,12 +286,15 @@ def evaluation_with_gradients(seen: Seen) -> Iterator[Finding]:
 
 @check
 def evaluation_gathered(seen: Seen) -> Iterator[Finding]:
-    """An evaluation that keeps the results of all samples on the device."""
+    """An evaluation that keeps the results of all samples on the device; on a CPU, large ones alone."""
+    is_on_gpu = seen.evidence.trace.device_kind == "cuda"
+    least_bytes = seen.peak_bytes * (GATHERED_FRACTION if is_on_gpu else LARGE_FRACTION)
+    moved = ", or .cpu(); of a Trainer, set eval_accumulation_steps" if is_on_gpu else ", such as argmax(-1)"
     for each in seen.evidence.gathered:
-        if each.growth_bytes >= GATHERED_FRACTION * seen.peak_bytes:
+        if each.growth_bytes >= least_bytes:
             yield Finding(
                 what=f"{each.name} keeps results of all samples on the device, so much more after each forward",
-                change="keep what the metric needs, or .cpu(); of a Trainer, set eval_accumulation_steps",
+                change=f"keep what the metric needs{moved}",
                 line=each.line,
                 size_bytes=each.growth_bytes,
             )

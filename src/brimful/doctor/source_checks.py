@@ -81,7 +81,8 @@ def _checked(path: Path, *, is_named: bool) -> tuple[Finding, ...]:
         content = read_regular_file(path, what="script", limit_bytes=_SCRIPT_BYTES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of invalid escape sequences in the script
-            return source_findings(Source(str(path), importlib.util.decode_source(content)))
+            source = Source(str(path), importlib.util.decode_source(content))
+            source.tree  # noqa: B018  # parses it
     except FileFormatError as error:
         if is_named:
             raise
@@ -90,6 +91,8 @@ def _checked(path: Path, *, is_named: bool) -> tuple[Finding, ...]:
         why, number = f"it is not Python: {error.msg}", error.lineno or 1
     except (ValueError, RecursionError, MemoryError) as error:
         why = f"it is not Python, or nested too deeply: {error}"
+    else:
+        return source_findings(source)
     found = Finding(
         what=f"the script cannot be checked: {one_line(why)}",
         change="mend it, or name the other scripts",

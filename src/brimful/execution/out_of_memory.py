@@ -186,6 +186,7 @@ def with_retries(
     *,
     but: tuple[type[Exception], ...] = (),
     expected: Expected | None = None,
+    is_only: bool = False,
 ) -> Result:
     """Run an attempt, and repeat it for as long as memory runs out in it.
 
@@ -198,6 +199,7 @@ def with_retries(
         device: Where memory runs out.
         but: Errors that end the attempts.
         expected: What a plan predicted, for the explanation of an error that ends the attempts.
+        is_only: Whether `recover` permits no second attempt, as other processes would wait for it.
 
     Returns:
         The result of the last attempt.
@@ -207,7 +209,8 @@ def with_retries(
     takes_less = False
     while True:
         try:
-            with nullcontext() if ran_out is None else recorded_lines():  # it is the last that is explained
+            # The last attempt is explained; recording lines takes time in each step.
+            with recorded_lines() if is_only or ran_out is not None else nullcontext():
                 found = unless_out_of_memory(attempt)
         except ends:
             raise

@@ -103,7 +103,12 @@ class Retries(Generic[How]):
             self.record(f"{ran_out.message}; {refused}" if refused else ran_out.message, taken)
 
         try:
-            return with_retries(timed, recover, self._device, but=self._ends, expected=self._expected)
+            return with_retries(
+                *(timed, recover, self._device),
+                but=self._ends,
+                expected=self._expected,
+                is_only=is_one_of_several(),
+            )
         except BaseException:
             self.how = before
             raise

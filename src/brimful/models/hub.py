@@ -152,8 +152,9 @@ def hub_directory(name: str) -> Path | None:
     """
     if not _may_be_id(name):
         return None
+    library = _library_of_hub(name)
     try:
-        return Path(_library_of_hub(name).snapshot_download(name, allow_patterns=_WEIGHTS_AND_TOKENIZER))
+        return Path(library.snapshot_download(name, allow_patterns=_WEIGHTS_AND_TOKENIZER))
     except Exception as error:  # the library has errors of several packages
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(
@@ -168,7 +169,7 @@ _WEIGHTS_AND_TOKENIZER = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinj
 
 def _library_of_hub(name: str) -> Any:
     try:
-        import huggingface_hub
+        import huggingface_hub.errors  # which the package alone does not import
     except ImportError as error:
         raise UsageError(
             f"{name} may be a model of the Hugging Face Hub, whose library is not installed: pip install "

@@ -139,7 +139,7 @@ class SearchSpace:
         """A step under some settings, which `CandidateFamily` captures too; None if that fails."""
         rough = replace(base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
         with suppress(BatchError, CaptureError, UsageError):
-            return self._capture(rough if len(self._sizes) > 1 else base)
+            return self._capture(rough if len(self._sizes) > 1 else base.with_micro_batch_size(self._sizes[0]))
         return None
 
     def _check_update_on_host(self, kept: Trace) -> None:

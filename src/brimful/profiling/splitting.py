@@ -192,9 +192,10 @@ def check_split(
 def _compare_few(
     job: Job, model: nn.Module, settings: Settings, layout: BatchLayout, batches: Mapping[int, Batch]
 ) -> tuple[Comparison, int]:
-    """Compare the loss of a few samples with that of their parts; returns how many too.
+    """Compare the loss of a few samples with that of their parts.
 
-    `batches` has the samples by the size of the parts; the next are tried where memory is short.
+    `batches` has the samples by the size of the parts; the next are tried where memory is short or what they
+    take is not known. Returns the comparison and the number of samples.
     """
     for size, batch in batches.items():
         count = layout.count(batch)

@@ -31,28 +31,46 @@ def recorded_lines() -> Iterator[None]:
     """Record the line of each node that is made; where anomaly mode is on already, it keeps its own stacks.
 
     Anomaly mode does not check gradients for NaN here. An error in backward comes with its warning, which
-    names the line of the forward.
+    names the line of the forward. The mode is one for all threads: one that another thread enters meanwhile
+    ends with this context.
     """
     global _depth
     with _lock:
-        is_users = not _depth and torch.is_anomaly_enabled()
-        if not _depth and not is_users:
+        if not _depth:
             traceback.format_stack = _line
-            torch.set_anomaly_enabled(True, check_nan=False)
-        _depth += not is_users
+        _depth += 1
+        _switch_on()
     try:
         yield
     finally:
         with _lock:
-            _depth -= not is_users
-            if not _depth and not is_users:
-                torch.set_anomaly_enabled(False)
+            _depth -= 1
+            if not _depth:
                 traceback.format_stack = _own_format
+                if _is_own_mode():
+                    torch.set_anomaly_enabled(False)
+
+
+def record_again() -> None:
+    """Record lines within `recorded_lines` again, if code that ran in it has switched anomaly mode off."""
+    with _lock:
+        if _depth:
+            _switch_on()
 
 
 def lines_are_recorded() -> bool:
     """Whether anomaly mode is on for the sake of `recorded_lines` alone."""
-    return _depth > 0
+    return _depth > 0 and _is_own_mode()
+
+
+def _switch_on() -> None:
+    if not torch.is_anomaly_enabled():
+        torch.set_anomaly_enabled(True, check_nan=False)
+
+
+def _is_own_mode() -> bool:
+    """Whether anomaly mode is on as it is here: `torch.autograd.detect_anomaly` checks for NaN."""
+    return torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
 
 
 def line_of(node: Any) -> str:
@@ -65,7 +83,7 @@ def line_of(node: Any) -> str:
 
 
 def _line() -> list[str]:
-    if traceback.has_preserved_node_meta():  # while torch traces a graph
+    if traceback.has_preserved_node_meta() or not _is_own_mode():  # while torch traces a graph, or a user asks
         return _own_format()
     try:
         return [calling_line()]

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from brimful.settings import OptimizerImplementation, Parallelism
@@ -82,7 +82,8 @@ def of_one_zero_rank(trace: Trace) -> Trace:
     if trace.settings.parallelism is Parallelism.ZERO3:
         division.divide_parameters()  # what is gathered is freed after gradients are reduced
     division.step_parts()
-    return division.edit.result()
+    paged_bytes = -(-trace.paged_state_bytes // trace.settings.world_size)
+    return replace(division.edit.result(), paged_state_bytes=paged_bytes)
 
 
 @dataclass(slots=True)

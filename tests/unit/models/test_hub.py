@@ -1,7 +1,10 @@
 """Models by the name they are published under, with the libraries' own code, offline."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +314,13 @@ def test_without_a_network_the_error_says_which_file_to_fetch(monkeypatch: pytes
         bf.find_architecture("qwen/Qwen2.5-0.5Bx")
     with pytest.raises(UsageError, match=r"there is no file or directory '/no/such/place'"):
         bf.find_architecture("/no/such/place")
+
+
+def test_the_first_question_of_a_process_may_be_for_a_model_of_the_hub() -> None:
+    code = "import brimful as bf; bf.find_architecture('no-such/model-at-all')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "UsageError: config.json of no-such/model-at-all" in run.stderr
 
 
 def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback
 
-from brimful.torch_utils.forward_lines import line_of, lines_are_recorded, recorded_lines
+from brimful.torch_utils.forward_lines import line_of, lines_are_recorded, record_again, recorded_lines
 
 
 def made(x: Tensor) -> Tensor:
@@ -61,6 +61,35 @@ def test_anomaly_detection_of_the_user_keeps_its_stacks() -> None:
     assert found is not None
     assert any("in made" in each for each in found.metadata["traceback_"])
     assert line_of(found) == ""
+
+
+def test_lines_are_recorded_within_code_that_switches_anomaly_mode_off() -> None:
+    """As Lightning's Trainer does, around a whole fit."""
+    x = torch.ones(2, requires_grad=True)
+    with recorded_lines(), torch.autograd.set_detect_anomaly(False):
+        assert not lines_are_recorded()
+        with recorded_lines():
+            inner = made(x)
+        torch.set_anomaly_enabled(False)
+        record_again()
+        again = made(x)
+    assert line_of(inner.grad_fn)
+    assert line_of(again.grad_fn)
+    record_again()
+
+
+def test_anomaly_detection_that_begins_inside_stays() -> None:
+    x = torch.ones(2, requires_grad=True)
+    try:
+        with recorded_lines():
+            torch.autograd.set_detect_anomaly(True)
+            found = made(x).grad_fn
+            assert not lines_are_recorded()
+        assert torch.is_anomaly_enabled()
+        assert found is not None
+        assert any("in made" in each for each in found.metadata["traceback_"])
+    finally:
+        torch.set_anomaly_enabled(False)
 
 
 def test_results_and_compiled_code_are_the_same() -> None:

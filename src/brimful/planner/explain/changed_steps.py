@@ -124,7 +124,11 @@ class ChangedSteps:
         self._scaled = RoughlyScaledTraces(self._capture)
 
     def fastest(self) -> Estimate | None:
-        """The first that fits of what is kept, searched, and done to units by the choice."""
+        """The first that fits of what is kept, searched, and done to units by the choice.
+
+        Where the choice nests units and the change leaves the state as it is, only the choice is tried: keeping
+        everything hardly fits then, and a search takes as many captures as a plan.
+        """
         if not self._context.searches:
             return self.recomputed() or self.kept()
         if self.is_divided or (self.nests and self._change.keeps_state):

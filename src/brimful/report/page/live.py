@@ -41,6 +41,10 @@ _HEADERS = {
 }
 
 
+def _encoded(page: Page) -> bytes:
+    return page_html(page, is_live=True).encode(errors="backslashreplace")  # names of files may not be text
+
+
 class LivePage:
     """Serves the latest page while it is entered, from a daemon thread that handles no signals.
 
@@ -51,7 +55,7 @@ class LivePage:
         self._lock, self._not_before = Lock(), 0.0
         waiting = Page(title=title, sections=(_WAITING,))
         self._shown: Callable[[], Page] = lambda: waiting
-        self._made, self._html = self._shown, page_html(waiting, is_live=True).encode()
+        self._made, self._html = self._shown, _encoded(waiting)
         self._path = f"/{secrets.token_urlsafe(24)}/"
         try:
             self._server = _Server((_ADDRESS, port or 0), self._handler())
@@ -101,13 +105,12 @@ class LivePage:
             if make is not self._made and time.monotonic() >= self._not_before:
                 began = time.thread_time()
                 try:
-                    page = make()
+                    self._html = _encoded(make())
                 except Exception as error:
                     text = f"making this page failed, the run is not affected: {type(error).__name__}: {error}"
-                    page = Page(
-                        title="brimful", sections=(Section(title="Error", content=(Remark("", text),)),)
-                    )
-                self._html, self._made = page_html(page, is_live=True).encode(), make
+                    section = Section(title="Error", content=(Remark("", text),))
+                    self._html = _encoded(Page(title="brimful", sections=(section,)))
+                self._made = make
                 self._not_before = time.monotonic() + _LEAST_RESTS * (time.thread_time() - began)
             return self._html
 

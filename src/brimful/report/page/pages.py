@@ -139,6 +139,9 @@ def unfinished_run_page(
     if plan is not None:
         compared = Section(title="Run", content=tuple(_compared_so_far(plan, steps, epochs)))
         sections = [compared, *sections, *plan_page(plan, trace, device, note).sections]
+    if not sections:
+        remark = Remark("", "curves follow from the second step on, in a report that is made later")
+        sections = [Section(title="Run", content=(remark,))]
     title = f"{name}: {count} step{'s' if count != 1 else ''} so far"
     return Page(title=title, sections=tuple(sections))
 

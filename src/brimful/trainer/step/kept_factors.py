@@ -7,6 +7,7 @@ from datetime import date
 
 from brimful.execution.attached import parameter_count
 from brimful.execution.out_of_memory import RanOut
+from brimful.memory.at_error import MemoryAtError
 from brimful.planner import Plan
 from brimful.profiling import device_record
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
@@ -70,6 +71,14 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
     return f"these step times do not correct later plans: {busy}" if busy else None
 
 
+def _bytes_of_others(found: MemoryAtError, state: TrainState) -> int:
+    """What no plan counts: tensors such as data sets, and weights and gradients of other models."""
+    held = dict(found.breakdown)
+    own = sum(each.nbytes for each in (*state.model.parameters(), *state.model.buffers()))
+    others = (held[each] - own for each in (Category.PARAMETERS, Category.GRADIENTS))
+    return held[Category.OTHER_TENSORS] + sum(max(each, 0) for each in others)
+
+
 def keep_after_error(config: RunConfig, state: TrainState, ran_out: RanOut) -> str | None:
     """Keep that a step under the plan took more than its predicted peak, as memory ran out in it.
 
@@ -81,8 +90,7 @@ def keep_after_error(config: RunConfig, state: TrainState, ran_out: RanOut) -> s
     if plan is None or not is_planned or explanation is None or explanation.found is None:
         return None
     found = explanation.found
-    of_others = dict(found.breakdown)[Category.OTHER_TENSORS]  # such as data sets, which no plan counts
-    taken_bytes = found.peak_allocated_bytes + (found.requested_bytes or 0) - of_others
+    taken_bytes = found.peak_allocated_bytes + (found.requested_bytes or 0) - _bytes_of_others(found, state)
     predicted_bytes = plan.predicted_peak_allocated_bytes
     if taken_bytes <= predicted_bytes:
         return None
