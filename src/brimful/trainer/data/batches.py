@@ -49,7 +49,8 @@ def find_data(job: Job, data: Data | None) -> Data:
         raise UsageError(
             f"the data of {job.name} are a {type(data).__name__}; wrap them: Data(train=…, validation=…)."
         )
-    return replace(data, train=undivided(data.train), validation=undivided(data.validation))
+    divided = ("train", "validation", "training_sample")
+    return replace(data, **{name: undivided(getattr(data, name)) for name in divided})
 
 
 class Batches:

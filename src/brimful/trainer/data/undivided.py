@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 def undivided(data: Any) -> Any:
     """A loader whose batches are those of all ranks together; other data as they are.
 
-    No sample is repeated to give each rank as many: the last batch of an epoch may be smaller.
+    No sample is repeated or dropped to give each rank as many: the last batch of an epoch may be smaller. The
+    `drop_last` of a DataLoader drops that batch; that of the sampler drops nothing.
     """
     batches = getattr(data, "batch_sampler", None)
     if not isinstance(data, DataLoader) or type(batches) is not BatchSampler:
