@@ -172,7 +172,9 @@ class Hungry(Callback):
 
 
 def test_memory_that_runs_out_in_a_callback_is_said_to_be_there(undisturbed, tmp_path):
-    with pytest.raises(OutOfMemoryError, match=r"outside of a step \(.*\): Unable to allocate 512 TiB") as error:
+    with pytest.raises(
+        OutOfMemoryError, match=r"outside of a step \(.*\): Unable to allocate 512 TiB"
+    ) as error:
         fit(tmp_path / "run", callbacks=[Hungry()])
     explained, saved = error.value.__notes__
     assert explained.startswith("out of memory\n")

@@ -27,6 +27,7 @@ from brimful.torch_utils.replaced import replaced
 autograd: Any = torch.autograd
 _SCOPES = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": LOADING}
 """Beginnings of the names that torch gives to what optimizers and DataLoaders do."""
+_BACKWARD = "autograd::engine::"
 _NAMESPACE = "aten::"
 _COMPOSITE = "CompositeImplicitAutograd"
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"})
@@ -92,8 +93,7 @@ def _seconds_of_ops(threads: Iterable[Iterable[Any]]) -> defaultdict[str, float]
         calls: list[_Call] = []
         for event in events:
             if event.kind() == "push":
-                named = (kind for name, kind in _SCOPES.items() if event.name().startswith(name))
-                calls.append(_Call(event, next(named, calls[-1].within if calls else "")))
+                calls.append(_Call(event, _scope_of(event, calls[-1].within if calls else "")))
             elif event.kind() == "pop" and calls:  # what began before the profile has no push
                 call = calls.pop()
                 seconds = call.begin.cpu_elapsed_us(event) / 1e6
@@ -101,6 +101,14 @@ def _seconds_of_ops(threads: Iterable[Iterable[Any]]) -> defaultdict[str, float]
                 if calls:
                     calls[-1].inner_seconds += seconds
     return found
+
+
+def _scope_of(event: Any, around: str) -> str:
+    """OPTIMIZER or LOADING, for a call in one; a closure that an optimizer calls runs forward and backward."""
+    name = event.name()
+    if around == OPTIMIZER and (event.sequence_nr() >= 0 or name.startswith(_BACKWARD)):
+        return ""  # the update itself runs without gradients
+    return next((kind for beginning, kind in _SCOPES.items() if name.startswith(beginning)), around)
 
 
 def _class_of(call: _Call) -> str:

@@ -43,6 +43,24 @@ def test_each_kind_of_op_has_its_share() -> None:
     assert next(iter(busy)) == HOST
 
 
+def test_a_closure_of_the_optimizer_is_not_its_update() -> None:
+    """As every loop of Lightning has it."""
+    model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU()), torch.randn(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    with Watch() as watch:
+        for _ in range(8):
+            optimizer.step(closure)
+    shares = watched_document(watch.evidence())["time_shares"]
+    assert shares[MATMUL] > shares[OPTIMIZER] > 0
+
+
 def test_data_loading_has_its_share() -> None:
     class Slow(Dataset[Tensor]):
         def __len__(self) -> int:
