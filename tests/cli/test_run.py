@@ -110,6 +110,23 @@ def test_a_timeline_of_another_kind_is_refused_before_the_script_starts(folder: 
     assert "--timeline steps.png: end the name in .pickle or in .json" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("run", "--output", "none/seen.json", "train.py"), "there is no folder"),
+        (("run", "--bugdet", "1GiB", "train.py"), "run has no option --bugdet"),
+        (("train.py",), "To watch a script: brimful run train.py"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_script_starts(
+    folder: Path, command: tuple[str, ...], message: str
+) -> None:
+    refused = ran(folder, "-m", "brimful", *command)
+    assert message in refused.stderr
+    assert refused.stdout == ""
+    assert refused.returncode == 2
+
+
 def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "def main():\n    raise ValueError('no')\n\n\nmain()\n", encoding="utf-8"

@@ -108,7 +108,8 @@ torch.manual_seed(0)
 blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
 net = nn.Sequential(*blocks, nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-loader = DataLoader(TensorDataset(torch.randn(2048, 64), torch.randint(0, 4, (2048,))), 512)
+samples = TensorDataset(torch.randn(2048, 64), torch.randint(0, 4, (2048,)))
+loader = DataLoader(samples, 512, shuffle=True)
 # before
 for batch in loader:
     optimizer.zero_grad()
@@ -192,12 +193,14 @@ def test_a_trainer_is_planned_for_a_gpu_that_is_not_here(trainer_script: Path) -
 def test_a_lightning_module_trains_to_the_same_weights_inside_the_budget(tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text(MODULE, encoding="utf-8")
     alone = ran(tmp_path, "fit.py")
-    planned = ran(tmp_path, "-m", "brimful", "run", "--budget", "3.3MiB", "fit.py")
+    planned = ran(tmp_path, "-m", "brimful", "run", "--budget", "3.3MiB", "--output", "seen.json", "fit.py")
     assert last_line(planned) == last_line(alone)
     assert planned.returncode == alone.returncode == 0
     assert "Classifier on cpu, global batch 256, budget 3.3 MiB" in planned.stderr
     assert "plan            fp32, micro-batch 256" in planned.stderr
     assert "units recomputed" in planned.stderr
+    seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
+    assert seen["peak_bytes"] <= 3.3 * 2**20  # without the copies by which a step could be undone
     refused = ran(tmp_path, "-m", "brimful", "run", "--budget", "1MiB", "fit.py")
     assert "InfeasibleError: no plan fits 1 MiB on cpu" in refused.stderr
     assert refused.stdout == ""
@@ -213,12 +216,13 @@ def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> Non
     planned = ran(tmp_path, "-m", "brimful", "run", "--budget", "60%", "loop.py")
     assert planned.stdout == alone.stdout
     assert "no plan was applied, and the script runs outside of the budget of 60%" in planned.stderr
-    assert "loop.py:17 steps an optimizer of its own" in planned.stderr
+    assert "loop.py:18 steps an optimizer of its own" in planned.stderr
     elsewhere = ran(tmp_path, "-m", "brimful", "run", "--device", "RTX 3090", "loop.py")
     assert (
         "has stepped an optimizer of its own: what is around its steps cannot be captured" in elsewhere.stderr
     )
     assert (elsewhere.stdout, elsewhere.returncode) == ("", 2)
+    assert "torch.optim.AdamW(parameters, lr=0.01)," in planned.stderr
     before, _, within = planned.stderr.partition("write before the loop:\n")[2].partition("  and in the loop")
     before = before.replace("...,", "nn.functional.cross_entropy(model(batch[0]), batch[1]),")
     forward = LOOP[LOOP.index("    optimizer.zero") : LOOP.index("print")]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from brimful import __version__
 from brimful.cli.doctor import doctor
@@ -58,8 +59,23 @@ if TYPE_CHECKING:
     from brimful.job import Job
     from brimful.planner import JobSource, Plan, TechniqueComparison
 
+
+class _Commands(TyperGroup):
+    """The commands; a script that is named in place of one is answered with how to run it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of a name."""
+        if args and args[0].endswith(".py") and args[0] not in self.commands:
+            ctx.fail(
+                f"there is no command {args[0]}. To watch a script: brimful run {args[0]}. For a job in it: "
+                f"brimful estimate {args[0]}:NAME."
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="brimful",
+    cls=_Commands,
     help="Fill your GPU to the brim, never over it: predict, plan and train inside a memory budget.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

@@ -19,7 +19,7 @@ from brimful.cli.report import TIMELINES
 from brimful.cli.report import timeline as written_timeline
 from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError, UsageError
-from brimful.utils.files import write_file
+from brimful.utils.files import is_directory, write_file
 from brimful.utils.first_rank import is_first_rank
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ def run(
 
     Its first optimizer steps are recorded, then it is left alone. Its output, results and exit status stay its
     own; what was seen follows on standard error when it ends. Of several ranks the first shows it, and those
-    that fail. With --budget, a script whose trainer cannot be
-    planned does not train: it ends with exit status 1, or 2 where the trainer's options are why.
+    that fail. With --budget, a script whose trainer cannot be planned does not train: it ends with exit status
+    1, or 2 where the trainer's options are why.
     """
     with report_errors(as_json=False):
         from brimful.doctor import run_script
@@ -83,6 +83,11 @@ def run(
         sys.excepthook = sys.__excepthook__  # typer's own shows its frames
         process, file = os.getpid(), None if output is None else output.absolute()
         timelines = [each.absolute() for each in timeline or ()]
+        for each in filter(None, (file, *timelines)):
+            if not is_directory(each.parent):
+                raise UsageError(f"{each} cannot be written: there is no folder {each.parent}. Make it first.")
+        if script.startswith("-"):
+            raise UsageError(f"run has no option {script}: brimful run --help lists those it has.")
         for each in timelines:
             if each.suffix not in TIMELINES:
                 raise UsageError(f"--timeline {each.name}: end the name in .pickle or in .json.")

@@ -121,6 +121,8 @@ def _class_of(call: _Call) -> str:
 
 
 def _class_of_op(base: str) -> str:
+    if base.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        return OPTIMIZER
     if "conv" in base:
         return CONVOLUTION
     if "attention" in base:

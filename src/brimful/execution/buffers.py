@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.errors import PartialUpdateError
+from brimful.execution.random_state import copied_to_host
 from brimful.torch_utils.held_values import HeldSnapshot, have_same_values, is_mostly_frozen
 
 _WATCHED_STEPS = 2
@@ -117,7 +118,7 @@ class BufferSnapshot:
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:
         if self._steps_to_watch and not isinstance(buffer, nn.Parameter):
-            return buffer.detach().to("cpu", copy=True)  # all buffers, twice: no plan counts that on a GPU
+            return copied_to_host(buffer)  # all buffers, twice: no plan counts that on a GPU
         return buffer.detach().clone() if place in self._changing else None
 
     def _state(self, modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import own_part
 from brimful.errors import PartialUpdateError
+from brimful.execution.random_state import copied_to_host
 
 
 class ParameterSnapshot:
@@ -85,4 +86,4 @@ class ParameterSnapshot:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    return own_part(tensor.detach()).to("cpu", copy=True)
+    return copied_to_host(own_part(tensor.detach()))

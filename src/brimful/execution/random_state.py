@@ -88,6 +88,21 @@ PAUSED: list[Callable[[], AbstractContextManager[object]]] = []
 
 
 @contextmanager
+def unseen() -> Iterator[None]:
+    """Within, who watches the process sees nothing."""
+    with ExitStack() as stack:
+        for paused in PAUSED:
+            stack.enter_context(paused())
+        yield
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, to undo a step; on a CPU it is no memory of the step that is watched either."""
+    with unseen():
+        return tensor.detach().to("cpu", copy=True)
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """Within, random draws on the host and GPUs do not change those that follow; also a decorator.
 
@@ -96,9 +111,7 @@ def undisturbed() -> Iterator[None]:
     """
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
-        with ExitStack() as stack, RandomState.kept():
-            for paused in PAUSED:
-                stack.enter_context(paused())
+        with unseen(), RandomState.kept():
             yield
     finally:
         if on_gpus:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from brimful.batches import map_leaves
 from brimful.errors import PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
+from brimful.execution.random_state import copied_to_host
 from brimful.execution.replay import replay
 from brimful.execution.writes import Layout, StepWrites
 
@@ -226,7 +227,7 @@ class _Copy:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._values = tensor.detach().to("cpu", copy=True)
+        self._values = copied_to_host(tensor)
 
     def restored(self) -> Tensor:
         """The tensor, with the values that were copied."""

@@ -5,6 +5,7 @@ What a script imports is followed by a finder on `sys.meta_path`, so that nothin
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -204,17 +205,21 @@ def _lines_to_write(optimizer: Optimizer, frame: FrameType | None, budget: str |
     own = name_of(lambda value: getattr(value, "optimizer", value) is optimizer, "optimizer")
     loader = name_of(lambda value: isinstance(value, DataLoader), "loader")
     size = getattr(names.get(loader), "batch_size", None) or "..."
-    kind, rate = type(optimizer), optimizer.defaults.get("lr")
+    kind, defaults = type(optimizer), optimizer.defaults
+    takes = inspect.signature(kind).parameters.items()
+    given = [f"{name}={defaults[name]!r}" for name, at in takes if defaults.get(name, at.default) != at.default]
     package = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
     return f"""brimful: no plan was applied, and the script runs outside of the budget of {budget}.
   {_HERE};
   {where} steps an optimizer of its own. To plan it, write before the loop:
     import brimful as bf
+    with torch.random.fork_rng():  # the loop draws what it draws without this
+        batch = next(iter({loader}))
     job = bf.Job(
         model={model},
         loss=lambda model, batch: ...,  # the loss of a batch, as the loop computes it
-        batch=next(iter({loader})),
-        optimizer=lambda parameters: {package}.{kind.__name__}(parameters, lr={rate}),
+        batch=batch,
+        optimizer=lambda parameters: {package}.{kind.__name__}({", ".join(("parameters", *given))}),
     )
     plan = bf.plan(job, global_batch_size={size}, budget="{budget}")
     step = bf.apply(plan, job, {model}, {own})

@@ -31,17 +31,22 @@ def smaller_micro_batches(of_batch_bytes: int, parts: int = 2, samples: int | No
     """Micro-batches of a part of the samples; `of_batch_bytes` is what grows with them."""
     size = "half as large" if parts == 2 else f"1/{parts} as large"
     if samples is not None:
-        size = f"of {-(-samples // parts)} samples in place of {samples}"
+        each = -(-samples // parts)
+        size = f"of {each} sample{'s' if each != 1 else ''} in place of {samples}"
     count = "two" if parts == 2 else parts
     return Saving(
-        change=f"micro-batches {size}, {count} of them accumulated: the same gradients of a mean loss",
+        change=f"micro-batches {size}, {count} of them accumulated: the same gradients of a mean loss, "
+        "but for BatchNorm",
         size_bytes=of_batch_bytes - of_batch_bytes // parts,
     )
 
 
 def activation_checkpointing(freed_bytes: int) -> Saving:
     """Recomputation of the repeated blocks."""
-    change = "activation checkpointing of the repeated blocks: the same results, a forward more"
+    change = (
+        "activation checkpointing of the repeated blocks: the same results but for BatchNorm's running "
+        "statistics, a forward more"
+    )
     return Saving(change=change, size_bytes=freed_bytes)
 
 

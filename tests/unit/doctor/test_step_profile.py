@@ -38,7 +38,8 @@ def test_each_kind_of_op_has_its_share() -> None:
     assert {OPTIMIZER, POINTWISE, HOST} <= wide.keys()
     assert LOADING not in wide
     norm = shares_of(nn.LayerNorm(1024), torch.randn(4096, 1024))
-    assert norm[NORMALIZATION] > 0.1 > wide.get(NORMALIZATION, 0)
+    assert norm[NORMALIZATION] > 0.02  # of a busy machine
+    assert NORMALIZATION not in wide
     busy = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 8, lambda _: time.sleep(0.05))
     assert next(iter(busy)) == HOST
 
