@@ -97,7 +97,7 @@ def unseen() -> Iterator[None]:
 
 
 def copied_to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, to undo a step; on a CPU it is no memory of the step that is watched either."""
+    """A copy on the host, to undo a step, which who watches the step on a CPU does not count as its memory."""
     with unseen():
         return tensor.detach().to("cpu", copy=True)
 

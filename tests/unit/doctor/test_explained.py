@@ -548,7 +548,7 @@ def test_what_cannot_fit_is_said_not_to() -> None:
     both = (held().held[0], replace(held().held[1], held_bytes=GIB))
     several = changes(held(held=both, further_bytes=2 * GIB, adam_bytes=2 * GIB))  # each alone is too little
     assert several.lacking_bytes == 0
-    assert re.search(r"micro-batches of 1 samples.*; and AdamW in 8 bits", several.listed[0].change)
+    assert re.search(r"micro-batches of 1 sample.*; and AdamW in 8 bits", several.listed[0].change)
     assert several.listed[0].size_bytes >= 3 * GIB
 
 
@@ -558,7 +558,7 @@ def test_changes_together_free_no_more_than_there_is() -> None:
         held(**settings)
     )  # of the 11 GiB of a batch a sixteenth is left, and half of that recomputed
     assert found.lacking_bytes == (4 + 12) * GIB + (11 - 8) * GIB // 16 - 14 * GIB
-    assert re.match(r"micro-batches of 1 samples.*; and activation checkpointing", found.listed[0].change)
+    assert re.match(r"micro-batches of 1 sample.*; and activation checkpointing", found.listed[0].change)
 
 
 def test_the_batch_before_the_first_update_may_have_taken_all_that_there_is() -> None:
