@@ -223,9 +223,13 @@ def captured_findings(evidence: Evidence) -> tuple[Finding, ...]:
 @check
 def history_kept(seen: Seen) -> Iterator[Finding]:
     """Tensors whose graphs lead back to earlier steps: `total += loss`, or a list of losses."""
-    for held, _ in seen.lasting:
-        if held.reaches_back:
-            yield known_fault("history-kept", held.line, _growth(seen, held), held.name)
+    found = [held for held, _ in seen.lasting if held.reaches_back]
+    growth_bytes, whole_bytes = seen.evidence.growth_bytes or 0, sum(held.size_bytes for held in found)
+    for held in found:
+        # What the graphs keep grows too; which name keeps how much of it, their own tensors suggest.
+        shared_bytes = growth_bytes * held.size_bytes // max(whole_bytes, 1)
+        size_bytes = shared_bytes if growth_bytes > 0 else held.size_bytes
+        yield known_fault("history-kept", held.line, size_bytes, held.name)
 
 
 @check
@@ -266,11 +270,6 @@ def state_kept(seen: Seen) -> Iterator[Finding]:
                 line=held.line,
                 size_bytes=held.size_bytes,
             )
-
-
-def _growth(seen: Seen, held: Holding) -> int:
-    growth_bytes = seen.evidence.growth_bytes
-    return growth_bytes if growth_bytes and growth_bytes > 0 else held.size_bytes
 
 
 # Evaluation

@@ -449,6 +449,24 @@ def test_results_that_an_evaluation_joins_are_found_with_what_each_batch_adds() 
     assert seen_in(run, faulty=False) == ()
 
 
+def test_growth_is_not_that_of_each_name() -> None:
+    model, total, outputs = Net(), torch.zeros(()), list[Tensor]()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for x, y in data():
+            optimizer.zero_grad()
+            scores = model(x)
+            loss = functional.cross_entropy(scores, y)
+            loss.backward()
+            optimizer.step()
+            total = total + loss
+            outputs.append(scores)
+    of_total, of_outputs = sorted(findings(watch.evidence()), key=lambda each: each.size_bytes or 0)
+    assert of_total.check == of_outputs.check == "history-kept"
+    assert of_total.what.startswith("total ")
+    assert (of_total.size_bytes or 0) < 100 < 256 * 4 * 4 - 100 <= (of_outputs.size_bytes or 0)
+
+
 def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     found, _teacher = seen_in(evaluation_within, faulty=True)
     assert found.check == "evaluation-with-gradients"
