@@ -14,7 +14,7 @@ import typer
 from brimful.cli.options import AsJson, DeviceName, ModelOptions, OnePrecision, flattened
 from brimful.cli.output import asked_on_command_line, refuse, report_errors, show
 from brimful.cli.sources import find_job
-from brimful.errors import UsageError
+from brimful.errors import UsageError, nearest_names
 from brimful.utils.files import is_directory, write_file
 from brimful.utils.status import busy
 
@@ -69,6 +69,8 @@ def doctor(
         elif what[0].endswith(SNAPSHOTS):
             _check_options(context, "a memory snapshot", set())
             is_well = _snapshot(what[0], as_json)
+        elif nearest_names(what[0], ("machine",)):
+            raise UsageError(f"{what[0]!r} names nothing to look at. For this machine: brimful doctor machine")
         else:
             _check_options(context, "a job", {*_OF_JOBS, *ModelOptions.__dataclass_fields__})
             is_well = _job(what[0], options, device, micro_batch_size, precision, as_json)

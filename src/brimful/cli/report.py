@@ -132,7 +132,8 @@ def page_of(source: Path, device: str | None = None, model: str | None = None) -
     try:
         document = parse_json(content, where=where)
     except FileFormatError as error:
-        raise FileFormatError(f"{error} Give {_KINDS}.") from error
+        watch = f" Of a script: brimful run --output seen.json {source}" if source.suffix == ".py" else ""
+        raise FileFormatError(f"{error} Give {_KINDS}.{watch}") from error
     if not isinstance(document, dict):
         document = {}
     if "brimful_trace" in document:
@@ -140,6 +141,8 @@ def page_of(source: Path, device: str | None = None, model: str | None = None) -
     if "brimful_plan" in document:
         plan = Plan.load(source)
         return page.plan_page(plan, *_step_of(plan, device, model))
+    if "traceEvents" in document:
+        raise FileFormatError(f"{source} is a timeline for Perfetto: open it at ui.perfetto.dev.")
     if "findings" in document:
         return page.watched_file_page(content, where=where)
     if "breakdown" in document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -25,11 +26,19 @@ def traceback_text(error: Exception) -> str:
 def job_exit(end: SystemExit) -> JobExitError:
     """The error for a job that called `sys.exit`; it says where."""
     *_, last = [None, *_of_job(end.__traceback__)]
+    parses = any(
+        each.f_code.co_filename == argparse.__file__ for each, _ in traceback.walk_tb(end.__traceback__)
+    )
     where = "" if last is None else f" in {last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
     code = "" if end.code is None else repr(end.code)
     return JobExitError(
-        f"the job called sys.exit({code}){where}, so the command did not finish. Remove the call, or raise an "
-        "exception that says what is wrong."
+        f"the job called sys.exit({code}){where}, so the command did not finish. "
+        + (
+            "The file is imported, so that it parses the arguments of brimful: move parse_args into "
+            "if __name__ == '__main__'."
+            if parses
+            else "Remove the call, or raise an exception that says what is wrong."
+        )
     )
 
 

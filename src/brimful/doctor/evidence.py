@@ -23,6 +23,8 @@ class StepEnd:
     """Number of ops until then."""
     held: Mapping[str, Holding]
     """What names of the user's code hold then."""
+    line: str = ""
+    """Where the optimizer's step is called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,8 @@ class Evidence:
     """How often lines of code called `torch.cuda.empty_cache` in recorded steps."""
     loader_workers: tuple[int, ...] = ()
     """Workers of each DataLoader that was read."""
+    loading_line: str = ""
+    """The line that waited longest for a DataLoader."""
     flags: tuple[str, ...] = ()
     """Settings of torch that are on: "anomaly", "cudnn.benchmark"."""
     input_shapes: int = 0

@@ -7,10 +7,11 @@ Private torch APIs used here: `torch.cuda.memory._record_memory_history`, `_dump
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +40,10 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
         snapshot: A file to write when memory has run out on CUDA: https://pytorch.org/memory_viz opens it.
             Torch then records each allocation with its lines, which takes some microseconds.
     """
+
+    def __new__(cls, function: Callable[..., Any] | None = None, /, **_arguments: Any) -> Any:
+        """The context; with a function the function in it, as of a decorator without parentheses."""
+        return super().__new__(cls) if function is None else cls()(function)
 
     def __init__(self, *, snapshot: Path | str | None = None) -> None:
         self._snapshot = None if snapshot is None else Path(snapshot)

@@ -122,6 +122,11 @@ class Seen:
         """The most bytes that lived at once."""
         return self.profile.peak_bytes
 
+    @property
+    def step_line(self) -> str:
+        """Where the optimizer's step is called; "" of a captured step."""
+        return next((each.line for each in reversed(self.evidence.steps)), "")
+
     @cached_property
     def held_at_peak(self) -> dict[int, int]:
         """Bytes of each storage that lives at the peak."""
@@ -362,6 +367,7 @@ def without_gradient(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             what=f"the optimizer has {_some(names)}, of which no recorded step has gradients",
             change="set requires_grad to False, or use them in the forward",
+            line=seen.step_line,
         )
 
 
@@ -373,6 +379,7 @@ def not_optimized(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             what=f"{_some(tuple(names))} get gradients that no optimizer uses",
             change="give them to the optimizer, or set requires_grad to False",
+            line=seen.step_line,
             size_bytes=sum(names.values()),
         )
 
@@ -451,6 +458,7 @@ def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
         yield Finding(
             what="the peak is in the optimizer's step, which computes on lists of all parameters at once",
             change="fused=True, or foreach=False",
+            line=seen.step_line,
             size_bytes=temporaries,
         )
 
@@ -580,6 +588,7 @@ def waits_for_data(seen: Seen) -> Iterator[Finding]:
             change="num_workers=1 or more reads ahead"
             if none
             else "more workers, or less work for each sample",
+            line=seen.evidence.loading_line,
             seconds=waited,
         )
 

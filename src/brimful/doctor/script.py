@@ -49,8 +49,8 @@ def run_script(
     `within`. `on_step` is called with what was seen so far after each recorded step, and after the timed ones.
     UsageError if there is no such file or folder.
     """
-    if not is_module and not Path(target).exists():
-        raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
+    if not is_module:
+        _check_target(Path(target))
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
@@ -73,6 +73,16 @@ def run_script(
         is_interrupted=isinstance(ended_by, KeyboardInterrupt),
         shows_report=shows_report(ended_by),
     )
+
+
+def _check_target(target: Path) -> None:
+    """UsageError unless Python could run the file or folder."""
+    if not target.exists():
+        raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
+    if target.is_dir() and not (target / "__main__.py").exists():
+        scripts = sorted(map(str, target.glob("*.py")))[:3]
+        near = f"Name one of its scripts: {', '.join(scripts)}" if scripts else "Name a script"
+        raise UsageError(f"{target} is a folder without __main__.py. {near}")
 
 
 def _run(target: str, *, is_module: bool) -> None:
@@ -102,7 +112,9 @@ def _show(error: BaseException) -> None:
     first: TracebackType | None = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         first = first.tb_next
+    if first is None and not isinstance(error, SyntaxError | ImportError):  # of code that never began
+        first = error.__traceback__
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, first)
     else:
-        traceback.print_exception(type(error), error, first or error.__traceback__)
+        traceback.print_exception(type(error), error, first)

@@ -115,6 +115,8 @@ class Watch:
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
+        self._waited_at: dict[str, float] = {}
+        """Seconds by the line that waits for a DataLoader."""
         self._profile = StepProfile()
         self._profiled_seconds: float | None = None
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
@@ -241,6 +243,7 @@ class Watch:
             host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),
             loader_workers=tuple(self._workers.values()),
+            loading_line=max(self._waited_at, key=lambda line: self._waited_at[line], default=""),
             flags=tuple(self._flags),
             input_shapes=max(map(len, self._shapes.values()), default=0),
             error=self.error,
@@ -339,7 +342,9 @@ class Watch:
             try:
                 return read(loader)
             finally:
-                self._waited += time.perf_counter() - began
+                waited, line = time.perf_counter() - began, calling_line()
+                self._waited += waited
+                self._waited_at[line] = self._waited_at.get(line, 0.0) + waited
 
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
@@ -375,10 +380,8 @@ class Watch:
         ops.begin()
         names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
-            name = names.get(id(parameter), "parameter")
-            ops.mark(parameter, Category.PARAMETERS, name)
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
-                ops.mark(parameter.grad, Category.GRADIENTS, name)
+            ops.mark(parameter, Category.PARAMETERS, names.get(id(parameter), "parameter"))
+        self._mark_gradients(parameters)
         self._backwards.stepping(parameters)
         ops.in_optimizer = True
 
@@ -390,7 +393,9 @@ class Watch:
             return
         ops, names = self._ops, self._names
         ops.in_optimizer = False
-        for parameter in parameters_of(optimizer):
+        parameters = parameters_of(optimizer)
+        self._mark_gradients(parameters)  # of a closure that the step has called
+        for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
                 name = names[id(parameter)]
                 self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
@@ -402,6 +407,11 @@ class Watch:
         if self._stepped >= {*self._optimizers.keys()}:
             self._end_step(now)
 
+    def _mark_gradients(self, parameters: list[Tensor]) -> None:
+        for each in parameters:
+            if each.grad is not None and each.grad.layout is torch.strided:
+                self._ops.mark(each.grad, Category.GRADIENTS, self._names.get(id(each), "parameter"))
+
     def _end_step(self, now: float) -> None:
         ops, at = self._ops, self._ops.position
         self._ends.append(
@@ -410,6 +420,7 @@ class Watch:
                 live_bytes=ops.live_bytes,
                 op=len(ops.log.ops),
                 held=held_by_names(sys._getframe(), self._start_of_step_before),
+                line=calling_line(),
             )
         )
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())

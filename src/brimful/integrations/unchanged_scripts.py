@@ -31,7 +31,7 @@ from brimful.torch_utils.held_names import locals_of
 from brimful.torch_utils.lines import is_users_own, shown_file
 from brimful.torch_utils.replaced import replace_attribute
 
-_HERE = "--budget plans a transformers.Trainer and a lightning.Trainer"
+_TRAINERS = "plans a transformers.Trainer and a lightning.Trainer"
 
 
 class PlannedTrainers:
@@ -79,7 +79,8 @@ class PlannedTrainers:
     def __exit__(self, *_error: object) -> None:
         self._ends.close()
         if not (self.plans or self._has_stepped or self.has_ended_script):
-            self._say(f"brimful: no plan was applied: nothing was trained. {_HERE}.")
+            asked = "--budget" if self._device is None else "--device"
+            self._say(f"brimful: no plan was applied: nothing was trained. {asked} {_TRAINERS}.")
 
     def _follow_transformers(self, module: ModuleType) -> None:
         own: Callable[..., Any] = module.Trainer.train
@@ -210,7 +211,7 @@ def _lines_to_write(optimizer: Optimizer, frame: FrameType | None, budget: str |
     given = [f"{name}={defaults[name]!r}" for name, at in takes if defaults.get(name, at.default) != at.default]
     package = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
     return f"""brimful: no plan was applied, and the script runs outside of the budget of {budget}.
-  {_HERE};
+  --budget {_TRAINERS};
   {where} steps an optimizer of its own. To plan it, write before the loop:
     import brimful as bf
     with torch.random.fork_rng():  # the loop draws what it draws without this

@@ -298,13 +298,18 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
     if step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER:
         text = "the optimizer with fused=True: an update without temporaries"
         yield _Change(text, _Bytes(0, step.update_bytes), is_of_optimizer=True)
-    if found.peak_phase is Phase.EVALUATION and found.samples != 1:
+    of_a_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS]
+    has_batch = found.samples is not None or of_a_batch > 0  # else any code asked
+    is_divisible = has_batch and found.samples != 1
+    if found.peak_phase is Phase.EVALUATION and is_divisible:
         parts = _parts(step, found.samples)
         saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
         text = saving.change.partition(",")[0].replace("micro-", "evaluation ")
         yield _Change(text, _Bytes(saving.size_bytes, 0))
+    elif found.peak_phase is Phase.OPTIMIZER and not found.makes_state:
+        pass  # forward and backward of an earlier step fitted beside the same state
     elif found.peak_phase is not Phase.EVALUATION:
-        if found.samples != 1:
+        if is_divisible:
             parts = _parts(step, found.samples)
             saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
             yield _Change(saving.change, _Bytes(saving.size_bytes, 0), parts=parts)

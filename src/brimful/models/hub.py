@@ -217,10 +217,11 @@ def _job_of_config(name: str, config: dict[str, Any]) -> Callable[..., Job]:
     architectures = listed_ones if isinstance(listed_ones, list) else []
     kinds = [(kind, str(each)) for each in architectures for kind in _KINDS if str(each).endswith(kind)]
     if not kinds or not isinstance(config.get("model_type"), str):
-        listed = ", ".join(map(str, architectures)) or "none"
+        named = ", ".join(map(str, architectures)) or "no architecture"
         raise UsageError(
-            f"{name} has the architectures {listed}, and a job is known for {', '.join(_KINDS)}. Give a "
-            "brimful.Job with its loss and batch: path/to/file.py:NAME."
+            f"the configuration of {name} names {named}, "
+            f"and a job is known for {', '.join(_KINDS)}. Give a brimful.Job with its loss and batch: "
+            "path/to/file.py:NAME."
         )
     kind, architecture = kinds[0]
     return _KINDS[kind](name, architecture, config)

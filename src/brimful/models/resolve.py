@@ -39,6 +39,21 @@ def architecture_names() -> tuple[str, ...]:
     return tuple(_ARCHITECTURES)
 
 
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+
+
+def _other_ways(file: Path) -> str:
+    """What to do with a file that is no model, as a sentence; nothing where nothing is known of it."""
+    if file.suffix == ".ipynb":
+        return (
+            " In a notebook call brimful.watch() before the training loop. Or turn it into a script (jupyter "
+            f"nbconvert --to script {file})."
+        )
+    if file.suffix in _WEIGHTS:
+        return " It may have the weights of a model; give the code or config.json of that model."
+    return ""
+
+
 @checks_arguments
 def find_architecture(name: str, /, **options: Any) -> Job:
     """Find the job of an architecture by name, with random weights and random samples.
@@ -69,7 +84,9 @@ def _architecture(name: str) -> Callable[..., Job]:
     """What makes the job of an architecture from its options."""
     factory = _ARCHITECTURES.get(name) or hub_job(name)
     if factory is None:
-        if "/" in name and not is_file(Path(name)):
+        if is_file(Path(name)):
+            raise UsageError(f"{name} is a file, but names no model.{_other_ways(Path(name))} {_FORMS}")
+        if "/" in name:
             raise UsageError(f"there is no file or directory {name!r} (looked in {Path.cwd()}). {_FORMS}")
         short = [known.rpartition("/")[2] for known in known_models()]
         raise UnknownNameError("model", name, [*_ARCHITECTURES, *short], hint=_FORMS)

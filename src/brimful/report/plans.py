@@ -347,6 +347,7 @@ def _curve_rows(plan: Plan) -> Iterator[Row]:
         and _GAIN < abs(point.predicted_step_seconds / now - 1) <= _MOST_SLOWER
     ]
     if others:
+        others = list({format_bytes(point.budget_bytes): point for point in others}.values())
         others = [
             point
             for before, point in pairwise((None, *others))

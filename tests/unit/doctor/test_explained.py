@@ -144,7 +144,12 @@ def test_other_errors_and_results_stay_as_they_are() -> None:
     def explained_forward() -> Tensor:
         return model(batch).sum()
 
+    @bf.explain_out_of_memory
+    def without_parentheses() -> Tensor:
+        return model(batch).sum()
+
     assert torch.equal(plain, explained_forward())
+    assert torch.equal(plain, without_parentheses())
     with pytest.raises(ValueError, match="mine") as raised, bf.explain_out_of_memory():
         raise ValueError("mine")
     assert notes_of(raised.value) == ""
@@ -567,6 +572,13 @@ def test_the_batch_before_the_first_update_may_have_taken_all_that_there_is() ->
     with_state = replace(held().held[0], category=Category.OPTIMIZER_STATE)
     several = changes(held(**of_update | {"held": (held().held[0], with_state)}, update_bytes=GIB)).listed[0]
     assert re.match(r"the optimizer with fused=True.*; and micro-batches of ", several.change)
+
+
+def test_micro_batches_are_suggested_only_where_a_batch_takes_memory() -> None:
+    no_batch = held(held=(held().held[0],), samples=None, peak_phase=Phase.FORWARD)
+    in_update = held(held=(held().held[0],), peak_phase=Phase.OPTIMIZER, update_bytes=GIB)
+    for found in (no_batch, in_update):
+        assert not any("micro-batches" in each.change for each in changes(found).listed)
 
 
 @cache

@@ -53,10 +53,13 @@ def test_a_closure_of_the_optimizer_is_not_its_update() -> None:
     model, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU()), torch.randn(512, 512)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
+    losses = list[Tensor]()
+
     def closure() -> float:
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
+        losses.append(loss)  # so that the last step has the peak
         return loss.item()
 
     with Watch() as watch:
@@ -64,6 +67,15 @@ def test_a_closure_of_the_optimizer_is_not_its_update() -> None:
             optimizer.step(closure)
     shares = watched_document(watch.evidence())["time_shares"]
     assert shares[MATMUL] > shares[OPTIMIZER] > 0
+    x, optimizer = x[:8], torch.optim.AdamW(model.parameters())
+    with Watch() as watch:
+        for _ in range(3):
+            optimizer.step(closure)
+    seen = watched_document(watch.evidence())
+    assert (seen["peak_phase"], seen["categories"]["gradients"]) == (
+        "optimizer",
+        sum(each.nbytes for each in model.parameters()),
+    )
 
 
 def test_data_loading_has_its_share() -> None:
