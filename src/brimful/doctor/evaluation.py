@@ -22,7 +22,7 @@ from brimful.torch_utils.graphs import saved_bytes
 from brimful.torch_utils.held_names import tensors_of_names
 from brimful.torch_utils.lines import calling_line, is_users_own, shown_file
 
-_FORWARDS = 6
+FORWARDS = 6
 """Forwards of an evaluation without gradients that are looked at. A choice."""
 _LEAST_GROWN = 3
 """How often in them a name must hold more, as a batch may take more than one forward. A choice."""
@@ -78,7 +78,7 @@ class FirstEvaluation:
             self._held.append(dict(_held_by_names(sys._getframe(), own, self._device_type)))
         except Exception:  # of tensors without a storage: the evaluation is not looked at
             self._remove()
-        if len(self._held) == _FORWARDS:
+        if len(self._held) == FORWARDS:
             self._remove()
 
     def _remove(self) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import median, median_low
 
 from brimful.torch_utils.held_names import Holding
 from brimful.trace import Trace
@@ -198,4 +198,4 @@ class Evidence:
             return None
         plain = median(self.seconds_after)
         of_profile = max((self.profiled_seconds or 0.0) - plain, 0.0)
-        return max(median(recorded) - plain, 0.0) * len(self.steps) + of_profile
+        return max(median_low(recorded) - plain, 0.0) * len(self.steps) + of_profile

@@ -111,7 +111,8 @@ class WatchedOps(TorchDispatchMode):
         self.ledger = StorageLedger(self.log.ops, self.facts)
         self.in_optimizer = self.is_evaluating = False
         """Whether an optimizer steps, and whether a model runs in evaluation mode without gradients."""
-        self.is_paused = False
+        self.is_paused = self.is_skipping = False
+        """Whether ops run unseen, and whether they are not recorded but for running out of memory."""
         self.failed: Failure | None = None
         self.host_reads: dict[str, int] = {}
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
@@ -187,7 +188,7 @@ class WatchedOps(TorchDispatchMode):
             if self.failed is None and (message := out_of_memory(error, error.__context__)):
                 self._note_failure(info.name, message)
             raise
-        if not info.is_metadata:
+        if not (info.is_metadata or self.is_skipping):
             try:
                 with torch._C.DisableTorchFunction():
                     self._record(info, func, args, kwargs, out)

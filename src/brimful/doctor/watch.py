@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 from msgspec import structs
-from torch import nn
+from torch import Tensor, nn
 from torch._higher_order_ops import utils as _hop_utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -31,7 +31,7 @@ from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.cost.time_shares import time_shares
 from brimful.doctor.backwards import Backwards
-from brimful.doctor.evaluation import FirstEvaluation
+from brimful.doctor.evaluation import FORWARDS, FirstEvaluation
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
 from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
@@ -122,6 +122,8 @@ class Watch:
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
         self._bytes_before_call, self._first_node_of_call = 0, 0
+        self._evaluated = 0
+        """Forwards of the running evaluation without gradients, of which the first are recorded."""
         self._graphs: list[_Graph] = []
         self._evaluations: dict[str, UnusedGraph] = {}
         self._unused_graphs: dict[str, UnusedGraph] = {}
@@ -270,6 +272,8 @@ class Watch:
     @_guarded
     def _before_call(self, model: nn.Module, args: Any) -> None:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
+        self._evaluated = self._evaluated + 1 if self._ops.is_evaluating else 0
+        self._ops.is_skipping = self._evaluated > FORWARDS
         if self._ends and id(model) not in self._models_in_steps:
             parameters = [each for each in model.parameters() if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
@@ -378,6 +382,7 @@ class Watch:
             self._join_first_steps()
         self._optimizers[id(optimizer)] = optimizer
         ops.begin()
+        self._evaluated, ops.is_skipping = 0, False
         names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
             ops.mark(parameter, Category.PARAMETERS, names.get(id(parameter), "parameter"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import brimful as bf
 from brimful.doctor import Watch, watched_text
+from brimful.doctor.evaluation import FORWARDS
 from brimful.doctor.findings import CHECKS, Finding, findings
 from brimful.errors import CaptureError
+from brimful.trace import Phase
 
 WIDTH = 32
 
@@ -459,6 +462,21 @@ def test_results_that_an_evaluation_joins_are_found_with_what_each_batch_adds() 
     assert (found.check, found.size_bytes) == ("evaluation-gathered", 256 * 64 * WIDTH * 4)
     assert found.what.startswith("results.samples keeps results of all samples")
     assert seen_in(run, faulty=False) == ()
+
+
+def test_of_an_evaluation_between_recorded_steps_the_first_forwards_are_recorded() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = sgd(model)
+    with Watch(steps=3) as watch:
+        for x, _ in data(3):
+            model.train()(x).square().mean().backward()
+            optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                for inputs, _ in data(20):
+                    model(inputs).argmax(-1).cpu()
+    forwards = Counter(op.phase for op in watch.evidence().trace.ops if op.name == "aten.addmm.default")
+    assert forwards == {Phase.FORWARD: 3, Phase.EVALUATION: 2 * FORWARDS}
 
 
 def test_growth_is_not_that_of_each_name() -> None:
