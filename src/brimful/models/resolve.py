@@ -43,7 +43,7 @@ _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def _other_ways(file: Path) -> str:
-    """What to do with a file that is no model, as a sentence; nothing where nothing is known of it."""
+    """What to do with a file that names no model, as a sentence; "" where nothing is known of it."""
     if file.suffix == ".ipynb":
         return (
             " In a notebook call brimful.watch() before the training loop. Or turn it into a script (jupyter "
