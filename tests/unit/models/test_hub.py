@@ -337,7 +337,7 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
     [
         ("[]", "not a JSON object"),
         ("{", "JSON"),
-        ('{"model_type": "bert"}', "the architectures none"),
+        ('{"model_type": "bert"}', "names no architecture"),
         ('{"model_type": "bert", "architectures": ["BertModel"]}', "a job is known for"),
         (
             '{"model_type": "no-such", "architectures": ["NoSuchForCausalLM"]}',
