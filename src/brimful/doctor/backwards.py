@@ -28,7 +28,8 @@ class Backwards:
         self.reached_nodes: set[int] = set()
         """Numbers of the autograd nodes that backward has reached in this step."""
         self.ever_reached: set[int] = set()
-        self._updates = 0
+        self._updates, self.is_sharded = 0, False
+        """Calls of optimizers, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
         self.adding: dict[str, None] = {}
         """Lines of backward that add to gradients which an optimizer has used, and will use again."""
         self._used: dict[int, str] = {}
@@ -87,7 +88,7 @@ class Backwards:
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves, nodes)
             return
-        loses = any(id(each) in self.reached and each.grad is None for each in leaves)
+        loses = any(id(each) in self.reached and each.grad is None for each in leaves) and not self.is_sharded
         zero_bytes = 0
         with ops.paused():
             for leaf in leaves:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from brimful.batches import tensors_in
 from brimful.doctor.evidence import Gathered, UnusedGraph
-from brimful.torch_utils.graphs import saved_bytes
+from brimful.torch_utils.graphs import saved_bytes, storage_key, storages_of_model
 from brimful.torch_utils.held_names import tensors_of_names
 from brimful.torch_utils.lines import calling_line, is_users_own, shown_file
 
@@ -74,7 +74,7 @@ class FirstEvaluation:
         if not any(each.requires_grad for each in model.parameters()):
             return
         try:
-            own = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+            own = storages_of_model(model)
             self._held.append(dict(_held_by_names(sys._getframe(), own, self._device_type)))
         except Exception:  # of tensors without a storage: the evaluation is not looked at
             self._remove()
@@ -136,7 +136,7 @@ def _held_by_names(frame: FrameType, own: set[int], device_type: str) -> Iterato
     for name, found, _, tensors in tensors_of_names(frame, own, is_meant=shown_file):
         line = found if re.search(r":\d+$", found) else f"{shown_file(call.f_code.co_filename)}:{call.f_lineno}"
         there = [each for each in tensors if each.device.type == device_type and each.dim()]
-        sizes = {each.untyped_storage()._cdata: each.nbytes for each in there}
+        sizes = {storage_key(each): each.nbytes for each in there}
         yield name, _Held(sum(each.shape[0] for each in there), sum(sizes.values()), line)
 
 

@@ -90,6 +90,13 @@ def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Ba
     return found
 
 
+_LACKING = {
+    "sharded": "weights that FSDP2 gathers are not counted, and checks of gradients are silent",
+    "full": "recording ended after 300,000 ops: no step of an optimizer of torch.optim ended it",
+}
+"""What the figures lack, by flag."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What watching a run saw, until it ended or was left alone."""
@@ -132,12 +139,21 @@ class Evidence:
     """How often lines of code waited for a value from the device, outside of optimizers."""
     cache_flushes: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code called `torch.cuda.empty_cache` in recorded steps."""
-    loader_workers: tuple[int, ...] = ()
-    """Workers of each DataLoader that was read."""
     loading_line: str = ""
     """The line that waited longest for a DataLoader."""
+    loader_workers: int | None = None
+    """Workers of that DataLoader."""
     flags: tuple[str, ...] = ()
-    """Settings of torch that are on: "anomaly", "cudnn.benchmark"."""
+    """Settings of torch that are on: "anomaly", "cudnn.benchmark", "expandable segments".
+
+    Also "sharded" for parameters of FSDP2, and "full" where recording ended as too many ops ran.
+    """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures lack."""
+        return tuple(text for flag, text in _LACKING.items() if flag in self.flags)
+
     input_shapes: int = 0
     """Different shapes of the inputs of training forwards, but for the number of samples."""
     error: str = ""

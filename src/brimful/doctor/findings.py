@@ -427,12 +427,13 @@ def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
 def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
     """BatchNorm inside a checkpointed region, whose running statistics move twice."""
     classes = dict(seen.evidence.trace.module_classes)
-    modules = {op.module for op in seen.last_step if op.recomputed}
+    again = (op for op in seen.last_step if op.recomputed and "batch_norm" in op.name)
+    modules = {op.module for op in again if not op_kind(op.name).endswith("backward")}
     norms = sorted(each for each in modules if classes.get(each, "").startswith("BatchNorm"))
     if norms:
         yield Finding(
             what=f"the running statistics of {_some(norms)} move twice in a step, as its forward runs again",
-            change="checkpoint around it, or correct its momentum to 1 - sqrt(1 - momentum)",
+            change="activation checkpointing around it, or correct its momentum to 1 - sqrt(1 - momentum)",
         )
 
 
@@ -453,6 +454,7 @@ def optimizer_makes_the_peak(seen: Seen) -> Iterator[Finding]:
         if storage.category is Category.TEMPORARIES
         and storage.op is not None
         and ops[storage.op].phase is Phase.OPTIMIZER
+        and op_kind(ops[storage.op].name).startswith("_foreach")
     )
     if seen.peak_phase is Phase.OPTIMIZER and seen.is_large(temporaries) and temporaries >= LEAST_BYTES:
         yield Finding(
@@ -581,7 +583,7 @@ def waits_for_data(seen: Seen) -> Iterator[Finding]:
         return
     waited = median(seen.evidence.data_seconds_after)
     if waited >= WAITING_FRACTION * usual:
-        none = 0 in seen.evidence.loader_workers
+        none = seen.evidence.loader_workers == 0
         which = ", which has no workers" if none else ""
         yield Finding(
             what=f"{min(waited / usual, 1):.0%} of a step waits for the DataLoader{which}",

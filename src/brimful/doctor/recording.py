@@ -8,10 +8,11 @@ Private torch APIs used here: `torch._C._current_autograd_node`,
 from __future__ import annotations
 
 import os
-import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from brimful.batches import tensors_in
+from brimful.batches import own_part, tensors_in
 from brimful.capture.recording.blocks import Block, BlockEvent
 from brimful.capture.recording.facts import StepFacts
 from brimful.capture.recording.ledger import StorageLedger
@@ -33,11 +34,11 @@ from brimful.capture.recording.op_log import OpLog
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
+from brimful.execution.held_memory import size_after
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.torch_utils.lines import calling_line
-from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts
+from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
-from brimful.utils.quantities import parse_bytes
 
 _DIVISIONS = frozenset(
     {
@@ -50,6 +51,10 @@ _DIVISIONS = frozenset(
 """Ops that divide tensors in place."""
 
 
+_MOST_OPS = 300_000
+"""Ops that are recorded. A choice: 200 MB of records, and a hundred steps of a large model."""
+
+
 class CalledModules(ModuleCalls):
     """Follows the module calls of all models, each of which is named when it is called for the first time.
 
@@ -60,8 +65,10 @@ class CalledModules(ModuleCalls):
     def __init__(self, mode: TorchDispatchMode) -> None:
         super().__init__()
         self._mode = mode
-        self.on_call: Callable[[nn.Module, Any], None] = lambda _model, _args: None
-        self.on_return: Callable[[nn.Module], None] = lambda _model: None
+        self.on_call: Callable[[nn.Module], None] = lambda _model: None
+        self.on_return: Callable[[nn.Module, Any], None] = lambda _model, _inputs: None
+        self.on_error: Callable[[Exception], None] = _raise
+        """Called with an error of naming modules: those of the run are its own."""
         self.is_paused = False
         self.called: list[str] = []
         """Classes of the models that were called, in the order of their first calls."""
@@ -77,6 +84,14 @@ class CalledModules(ModuleCalls):
         return not self.is_paused and any(each is self._mode for each in _get_current_dispatch_mode_stack())
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        try:
+            self._name(module)
+        except Exception as error:
+            self.on_error(error)
+        super()._enter(module, args)
+
+    def _name(self, module: nn.Module) -> None:
+        """Name the modules of a model that is called."""
         if not self._stack:
             known = self._models.get(self._names.get(id(module), "?"))
             if id(module) not in self._names or (known is not None and known() is not module):
@@ -86,13 +101,12 @@ class CalledModules(ModuleCalls):
                 self.called.append(type(module).__name__)
                 self._models[prefix] = weakref.ref(module)
                 self.add(module, prefix)
-            self.on_call(module, args)
-        super()._enter(module, args)
+            self.on_call(module)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        super()._leave(module, args, output)
+    def _leave(self, module: nn.Module, inputs: Any) -> None:
+        super()._leave(module, inputs)
         if not self._stack:
-            self.on_return(module)
+            self.on_return(module, inputs)
 
 
 class WatchedOps(TorchDispatchMode):
@@ -104,7 +118,7 @@ class WatchedOps(TorchDispatchMode):
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
-        self._device_type, self._process = device_type, os.getpid()
+        self.device_type, self._process = device_type, os.getpid()
         self.modules, self.facts = CalledModules(self), StepFacts()
         self.position = StepPosition(host_is_device=device_type == "cpu")
         self.log = OpLog(self.modules, self.position, located_bytes=0)
@@ -123,6 +137,8 @@ class WatchedOps(TorchDispatchMode):
         """Lines that call a softmax whose result another one reads."""
         self.on_error: Callable[[Exception], None] = _raise
         """Called with an error of recording itself."""
+        self.on_full: Callable[[], None] = lambda: None
+        """Called after each op once no more are to be recorded."""
         self._infos: dict[Any, OpInfo] = {}
 
     @contextmanager
@@ -133,6 +149,13 @@ class WatchedOps(TorchDispatchMode):
             yield
         finally:
             self.is_paused = before
+
+    def follow_host(self) -> None:
+        """Follow the host's memory from now on: on a machine with a GPU, a model trains on the host."""
+        self.device_type, self.position = "cpu", StepPosition(host_is_device=True)
+        self.log = OpLog(self.modules, self.position, located_bytes=0)
+        self.ledger = StorageLedger(self.log.ops, self.facts)
+        self.blocks, self.events = self.ledger.blocks, self.ledger.events
 
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
@@ -160,8 +183,9 @@ class WatchedOps(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, category: Category, label: str) -> None:
         """Set what a tensor on the watched device holds, and its name."""
-        if tensor.device.type == self._device_type and not calls_ops_on_parts(type(tensor)):
-            self.ledger.mark(tensor, category, label)
+        for part in inner_tensors(own_part(tensor)):
+            if self._is_followed(part) and not calls_ops_on_parts(type(part)):
+                self.ledger.mark(part, category, label)
 
     @property
     def live_bytes(self) -> int:
@@ -185,8 +209,11 @@ class WatchedOps(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception as error:
-            if self.failed is None and (message := out_of_memory(error, error.__context__)):
-                self._note_failure(info.name, message)
+            try:
+                if self.failed is None and (message := out_of_memory(error, error.__context__)):
+                    self._note_failure(info.name, message)
+            except Exception as own:
+                self.on_error(own)
             raise
         if not (info.is_metadata or self.is_skipping):
             try:
@@ -198,8 +225,7 @@ class WatchedOps(TorchDispatchMode):
 
     def _note_failure(self, op: str, message: str) -> None:
         """Keep what is there as memory runs out, with what was asked for: frames that unwind free it."""
-        found = re.search(r"[Tt]ried to allocate ([\d.]+ ?\w+)", message)
-        size_bytes = None if found is None else parse_bytes(found[1].replace(" bytes", "B"))
+        size_bytes = size_after(message, r"[Tt]ried to allocate ")
         self.failed = Failure(op=op, line=calling_line(), message=message, requested_bytes=size_bytes)
         self.blocks, self.events = [*self.ledger.blocks], [*self.ledger.events]
         if size_bytes is not None:
@@ -207,13 +233,13 @@ class WatchedOps(TorchDispatchMode):
             self.blocks.append(Block(size_bytes, None, f"asked for by {op}", category=Category.TEMPORARIES))
 
     def _record(self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._enter_phase()
         inputs = [each for each in tensors_in((args, kwargs)) if self._is_followed(each)]
+        self._enter_phase(inputs)
         for tensor in inputs:
             if self.ledger.index_of(tensor) is None:  # nothing here made it
                 self._note_read(tensor)
         is_in_step = self.position.phase in (Phase.FORWARD, Phase.BACKWARD) or self._is_after_backward
-        if info.reads_values and inputs and is_in_step:
+        if info.reads_values and inputs and is_in_step and not _is_of_scaler():
             line = calling_line()
             self.host_reads[line] = self.host_reads.get(line, 0) + 1
         if info.has_no_cost:
@@ -226,6 +252,9 @@ class WatchedOps(TorchDispatchMode):
         if func in _DIVISIONS and not self.in_optimizer and inputs:
             made = self._made_by(inputs[0])
             self.divides_gradients |= made is not None and self.log.ops[made].phase is Phase.BACKWARD
+        if len(self.log.ops) >= _MOST_OPS:
+            self.on_full()
+            return
         op = self.log.add(info, work_of(info, func, args, kwargs, out, inputs, outputs), 0)
         for tensor in outputs:
             if self._is_followed(tensor):
@@ -241,7 +270,7 @@ class WatchedOps(TorchDispatchMode):
         return self.position.phase is Phase.OPTIMIZER and not self.in_optimizer
 
     def _is_followed(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device_type and tensor.layout is torch.strided
+        return tensor.device.type == self.device_type and tensor.layout is torch.strided
 
     def _note_read(self, tensor: Tensor) -> None:
         shape = "×".join(map(str, tensor.shape)) or "1"
@@ -250,9 +279,15 @@ class WatchedOps(TorchDispatchMode):
         is_parameter = isinstance(tensor, nn.Parameter)
         self.ledger.mark(tensor, Category.PARAMETERS if is_parameter else Category.OTHER_TENSORS, label)
 
-    def _enter_phase(self) -> None:
-        """Find the phase: backward runs under an autograd node, clipping after it without gradients."""
+    def _enter_phase(self, inputs: list[Tensor]) -> None:
+        """Find the phase: backward runs under an autograd node, clipping after it without gradients.
+
+        An optimizer's step may call a closure, which runs forward and backward with gradients.
+        """
         at, is_backward = self.position, torch._C._current_autograd_node() is not None
+        is_update = self.in_optimizer and not (
+            torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+        )
         if is_backward:
             self.begin()
             at.phase = Phase.BACKWARD
@@ -260,9 +295,7 @@ class WatchedOps(TorchDispatchMode):
             return
         elif self.is_evaluating:
             at.phase = Phase.EVALUATION
-        elif self.in_optimizer or (
-            at.phase in (Phase.BACKWARD, Phase.OPTIMIZER) and not torch.is_grad_enabled()
-        ):
+        elif is_update or (at.phase in (Phase.BACKWARD, Phase.OPTIMIZER) and not torch.is_grad_enabled()):
             at.phase = Phase.OPTIMIZER
         else:
             at.micro_batch += at.phase is Phase.BACKWARD
@@ -271,3 +304,11 @@ class WatchedOps(TorchDispatchMode):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _is_of_scaler() -> bool:
+    """Whether a `GradScaler` reads whether gradients are finite, as it does before each step."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.amp.grad_scaler":
+        frame = frame.f_back
+    return frame is not None

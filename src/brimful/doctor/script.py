@@ -15,9 +15,11 @@ from brimful.distributed.ranks import shows_report
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.watch import Watch
 from brimful.errors import UsageError
+from brimful.execution.out_of_memory import explain
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
 """Files whose frames are not the script's."""
+_RECORDING = str(Path(__file__).with_name("recording.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ def run_script(
         status = _status(end)
     except BaseException as error:
         status, ended_by = 1, error
+        if watch.evidence().failed is None:  # else the report explains it
+            explain(error)
         _show(error)
     return ScriptRun(
         evidence=watch.evidence(),
@@ -109,6 +113,7 @@ def _status(end: SystemExit) -> int:
 
 def _show(error: BaseException) -> None:
     """Show an error as Python does, from the script's own frames on, or as the script asks for."""
+    _leave_out_recording(error)
     first: TracebackType | None = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         first = first.tb_next
@@ -118,3 +123,13 @@ def _show(error: BaseException) -> None:
         sys.excepthook(type(error), error, first)
     else:
         traceback.print_exception(type(error), error, first)
+
+
+def _leave_out_recording(error: BaseException) -> None:
+    """Drop the frames by which an op was recorded from a traceback; those of the op itself stay."""
+    each = error.__traceback__
+    while each is not None:
+        while (inner := each.tb_next) is not None and inner.tb_frame.f_code.co_filename == _RECORDING:
+            below = inner.tb_next  # of `torch._ops`, which calls the op
+            each.tb_next = below if below is None else below.tb_next
+        each = each.tb_next

@@ -65,6 +65,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "watching_seconds": evidence.watching_seconds,
         "error": evidence.error,
         "compiled": evidence.compiled,
+        "notes": list(evidence.notes),
         "failed": None if evidence.failed is None else asdict(evidence.failed),
         "savings": [] if memory is None else [asdict(each) for each in savings(memory, evidence)],
         "findings": [asdict(each) for each in findings(evidence)],
@@ -89,6 +90,7 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
         yield Row("time goes to", time_shares_text(shares))
     if evidence.watching_seconds is not None:
         yield Row("watching", f"added {format_seconds(evidence.watching_seconds)} to these steps")
+    yield from (Remark("note", each) for each in evidence.notes)
     yield from _held_parts(evidence, memory)
     yield findings_part(findings(evidence))
 

@@ -7,11 +7,12 @@ Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -21,6 +22,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch._higher_order_ops import utils as _hop_utils
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -41,7 +43,7 @@ from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
-from brimful.torch_utils.graphs import MOST_NODES
+from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
@@ -92,12 +94,15 @@ class Watch:
     """
 
     def __init__(self, steps: int = STEPS, *, eager: bool = False) -> None:
-        self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self._ops = ops = WatchedOps(self._device_type)
+        # By NVML: `is_available` begins to use CUDA, and then CUDA_VISIBLE_DEVICES and forks are too late.
+        self._ops = ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
         ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
-        ops.on_error = self.end_by
+        ops.on_error = ops.modules.on_error = self.end_by
+        ops.on_full = self._stop_when_full
         self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
+        self._evaluation_hooks = ExitStack()
+        """What sees the first evaluation after the recorded steps; not entered while compiled code runs."""
         self._is_recording, self._eager, self._compiled = False, eager, ""
         self.error = ""
         self.on_step: Callable[[], None] = lambda: None
@@ -115,8 +120,8 @@ class Watch:
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
         self._waited = 0.0
-        self._waited_at: dict[str, float] = {}
-        """Seconds by the line that waits for a DataLoader."""
+        self._waited_at: dict[str, tuple[float, int]] = {}
+        """Seconds by the line that waits for a DataLoader, in recorded and timed steps, and its workers."""
         self._profile = StepProfile()
         self._profiled_seconds: float | None = None
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
@@ -135,7 +140,6 @@ class Watch:
         self._held_in_forward: dict[str, Holding] = {}
         self._is_first_call = False
         """Whether the next training forward is the first after a step."""
-        self._workers: dict[int, int] = {}
         self._flags: dict[str, None] = {}
         self._shapes: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
         self._without_gradient: dict[str, int] = {}
@@ -144,17 +148,19 @@ class Watch:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         hooks, stack = self._hooks, self._recording
+        self._made_optimizers.update(each for each in gc.get_objects() if issubclass(type(each), Optimizer))
         hooks.enter_context(deep_stack())  # Python sees the nodes that it records
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
-        hooks.enter_context(self._backwards.following())
+        hooks.callback(self._evaluation_hooks.close)
+        self._evaluation_hooks.enter_context(self._backwards.following())
+        hooks.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         PAUSED.append(self.paused)
         hooks.callback(PAUSED.remove, self.paused)
         stack.enter_context(self._ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
-        stack.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         if self._eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
@@ -206,11 +212,12 @@ class Watch:
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
         late = () if evaluation is None else evaluation.found
+        line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         trace = Trace(
             job="",
             settings=Settings(micro_batch_size=1),
-            device_kind="cuda" if self._device_type == "cuda" else "cpu",
+            device_kind="cuda" if self._ops.device_type == "cuda" else "cpu",
             torch_version=torch.__version__,
             captured_steps=max(steps, 1),
             captured_micro_batches=1,
@@ -244,14 +251,14 @@ class Watch:
             not_optimized=dict(self._not_optimized),
             host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),
-            loader_workers=tuple(self._workers.values()),
-            loading_line=max(self._waited_at, key=lambda line: self._waited_at[line], default=""),
+            loader_workers=self._waited_at[line][1] if line else None,
+            loading_line=line,
             flags=tuple(self._flags),
             input_shapes=max(map(len, self._shapes.values()), default=0),
             error=self.error,
             compiled=self._compiled,
             failed=ops.failed,
-            measured_peak_bytes=torch.cuda.max_memory_allocated() if self._device_type == "cuda" else None,
+            measured_peak_bytes=torch.cuda.max_memory_allocated() if self._ops.device_type == "cuda" else None,
         )
 
     def _stop(self) -> None:
@@ -265,42 +272,48 @@ class Watch:
         self._graphs.clear()
         has_evaluated = self._in_evaluation_mode or self._evaluations
         if not has_evaluated and not self._compiled and not self.error:
-            self._first_evaluation = FirstEvaluation(lambda: self.sees, self._device_type)
+            self._first_evaluation = FirstEvaluation(lambda: self.sees, self._ops.device_type)
 
     # What models do
 
     @_guarded
-    def _before_call(self, model: nn.Module, args: Any) -> None:
+    def _before_call(self, model: nn.Module) -> None:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
         self._evaluated = self._evaluated + 1 if self._ops.is_evaluating else 0
         self._ops.is_skipping = self._evaluated > FORWARDS
         if self._ends and id(model) not in self._models_in_steps:
             parameters = [each for each in model.parameters() if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
-            if all(each.is_leaf for each in parameters):  # others are computed from the weights of a model
+            if any(isinstance(each, DTensor) for each in parameters):
+                self._flags["sharded"] = None
+                self._backwards.is_sharded = True  # backward reaches the gathered weights, not the shards
+            elif all(each.is_leaf for each in parameters):  # others are computed from the weights of a model
                 self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
+        if self._ops.position.phase is Phase.SETUP and _is_on_host(model):
+            self._ops.follow_host()
         self._ops.begin()
         self._bytes_before_call = self._ops.live_bytes
         self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
-            weights = (*model.parameters(), *model.buffers())
-            own = {each.untyped_storage()._cdata for each in weights if each.layout is torch.strided}
+            own = storages_of_model(model)
             self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
-        inputs = [
-            each for each in tensors_in(args) if not isinstance(each, nn.Parameter) and not each.requires_grad
-        ]
-        for tensor in inputs:
-            self._ops.mark(tensor, Category.INPUTS, f"input of {type(model).__name__}")
-        self._shapes.setdefault(id(model), set()).add(tuple(tuple(each.shape[1:]) for each in inputs))
 
     @_guarded
-    def _after_call(self, model: nn.Module) -> None:
+    def _after_call(self, model: nn.Module, given: Any) -> None:
         self._ops.is_evaluating = False
         parameters = frozenset(id(each) for each in model.parameters() if each.requires_grad)
         if torch.is_grad_enabled() and parameters:
+            inputs = [
+                each
+                for each in tensors_in(given)
+                if not isinstance(each, nn.Parameter) and not each.requires_grad
+            ]
+            for tensor in inputs:
+                self._ops.mark(tensor, Category.INPUTS, f"input of {type(model).__name__}")
+            self._shapes.setdefault(id(model), set()).add(tuple(tuple(each.shape[1:]) for each in inputs))
             saved_bytes = max(self._ops.live_bytes - self._bytes_before_call, 0)
             found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes)
             is_recomputed = torch._C._current_autograd_node() is not None
@@ -315,6 +328,8 @@ class Watch:
         is_noted = self._is_recording and self.sees
         if is_noted:
             self._ops.begin()
+        elif self.sees:
+            self._ops.leave()  # a mode was above when recording ended
         return is_noted
 
     def _stop_before_compiled_code(self) -> None:
@@ -324,6 +339,15 @@ class Watch:
         if self._is_recording and self.sees and not runs_eagerly:
             self._compiled = calling_line() or "the script"
             self._stop()
+        if not self._is_recording:  # what is replaced, and hooks of all modules, would be compiled too
+            self._evaluation_hooks.close()
+            if self._first_evaluation is not None:
+                self._first_evaluation.end()
+
+    def _stop_when_full(self) -> None:
+        """Record no more, where no optimizer's step ends the recording."""
+        self._flags["full"] = None
+        self._stop()
 
     def _noting_cache_flushes(self) -> AbstractContextManager[None]:
         flush = torch.cuda.empty_cache
@@ -342,13 +366,14 @@ class Watch:
 
         def timed(loader: Any) -> Any:
             began = time.perf_counter()
-            self._workers[id(loader)] = loader._num_workers
             try:
                 return read(loader)
             finally:
                 waited, line = time.perf_counter() - began, calling_line()
                 self._waited += waited
-                self._waited_at[line] = self._waited_at.get(line, 0.0) + waited
+                if self._began is not None and len(self._after) < self._asked:
+                    before, _ = self._waited_at.get(line, (0.0, 0))
+                    self._waited_at[line] = before + waited, loader._num_workers
 
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
@@ -376,6 +401,7 @@ class Watch:
     @_guarded
     def _before_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         if not self._is_recording:
+            self._ops.leave()  # a mode was above when recording ended
             return
         ops = self._ops
         if len(self._ends) == 1 and id(optimizer) not in self._optimizers:
@@ -386,7 +412,7 @@ class Watch:
         names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
             ops.mark(parameter, Category.PARAMETERS, names.get(id(parameter), "parameter"))
-        self._mark_gradients(parameters)
+        self._mark_gradients(parameters, names)
         self._backwards.stepping(parameters)
         ops.in_optimizer = True
 
@@ -399,7 +425,7 @@ class Watch:
         ops, names = self._ops, self._names
         ops.in_optimizer = False
         parameters = parameters_of(optimizer)
-        self._mark_gradients(parameters)  # of a closure that the step has called
+        self._mark_gradients(parameters, names)  # of a closure that the step has called
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
                 name = names[id(parameter)]
@@ -412,10 +438,10 @@ class Watch:
         if self._stepped >= {*self._optimizers.keys()}:
             self._end_step(now)
 
-    def _mark_gradients(self, parameters: list[Tensor]) -> None:
+    def _mark_gradients(self, parameters: list[Tensor], names: Mapping[int, str]) -> None:
         for each in parameters:
             if each.grad is not None and each.grad.layout is torch.strided:
-                self._ops.mark(each.grad, Category.GRADIENTS, self._names.get(id(each), "parameter"))
+                self._ops.mark(each.grad, Category.GRADIENTS, names.get(id(each), "parameter"))
 
     def _end_step(self, now: float) -> None:
         ops, at = self._ops, self._ops.position
@@ -445,11 +471,13 @@ class Watch:
         at.step, at.micro_batch, at.phase = at.step + 1, 0, Phase.OPTIMIZER
         ops.forget_failure()
         self.on_step()
-        self._began = time.perf_counter()
         if len(self._ends) >= self._asked:
             self._stop()
-            if self._device_type == "cpu":
+            if self._ops.device_type == "cpu":
                 self._profile.begin()
+            else:
+                torch.cuda.synchronize()
+        self._began = time.perf_counter()
 
     @property
     def _start_of_step_before(self) -> int:
@@ -474,7 +502,10 @@ class Watch:
 
     def _note_not_optimized(self) -> None:
         known = {id(p) for each in self._made_optimizers for p in parameters_of(each)}
-        known |= {id(p) for each in self._optimizers.values() for p in parameters_of(each)}
+        stepped = {id(p) for each in self._optimizers.values() for p in parameters_of(each)}
+        if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
+            return
+        known |= stepped
         self._not_optimized = {
             ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
             for prefix, model in self._ops.modules.alive()
@@ -508,8 +539,21 @@ class Watch:
         elif self._began is not None:
             self._after.append((now - self._began, self._waited))
             if len(self._after) == self._asked:
+                self._await_device()
                 self.on_step()
         self._began, self._waited = time.perf_counter(), 0.0
+
+    def _await_device(self) -> None:
+        """Count the work that the timed steps have launched and the device has yet to do.
+
+        The host may be ahead of the device by steps: what it waited for data meanwhile did not delay them.
+        """
+        if self._ops.device_type == "cuda":
+            began, count = time.perf_counter(), len(self._after)
+            torch.cuda.synchronize()
+            ahead = time.perf_counter() - began
+            seconds, waited = (sum(each) for each in zip(*self._after, strict=True))
+            self._after = [((seconds + ahead) / count, max(waited - ahead, 0.0) / count)] * count
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
@@ -536,24 +580,35 @@ class Watch:
         }
 
 
+def _is_on_host(model: nn.Module) -> bool:
+    """Whether a model has parameters, all of them on the host."""
+    return {each.device.type for each in model.parameters()} == {"cpu"}
+
+
 def _calling_before_compiled_code(function: Callable[[], None]) -> Callable[[], None]:
     """Call a function before compiled code is called; returns what ends that.
 
     Where torch's compiler is not loaded yet, `torch.compile` loads it. Before each call of compiled code it
     calls `_is_skip_guard_eval_unsafe_stance`, and then keeps whether modes are entered until the call returns.
+    Before that, a compiled module asks whether there are hooks of all modules, and warns of them.
     """
     ends = ExitStack()
+
+    def after_function(asked: Callable[[], bool]) -> Callable[[], bool]:
+        def noted() -> bool:
+            function()
+            return asked()
+
+        return noted
 
     def follow() -> None:
         from torch._dynamo import eval_frame
 
-        chosen: Callable[[], bool] = eval_frame._is_skip_guard_eval_unsafe_stance
-
-        def noted() -> bool:
-            function()
-            return chosen()
-
-        ends.enter_context(replaced(eval_frame, "_is_skip_guard_eval_unsafe_stance", noted))
+        for where, name in (
+            (eval_frame, "_is_skip_guard_eval_unsafe_stance"),
+            (torch.nn.modules.module, "_has_any_global_hook"),
+        ):
+            ends.enter_context(replaced(where, name, after_function(getattr(where, name))))
 
     def loading(*args: Any, **named: Any) -> Any:
         found = compile_(*args, **named)

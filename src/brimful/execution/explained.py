@@ -82,10 +82,17 @@ class Explanation:
     def added_to(self, error: _Error, expected: Expected | None = None) -> _Error:
         """The error with the explanation as a note, once."""
         if not any(note.startswith(HEADING) for note in getattr(error, "__notes__", ())):
-            error.add_note(self._text(expected))
+            try:
+                error.add_note(self._text(expected))
+            except Exception as failure:
+                error.add_note(_no_explanation(f"{type(failure).__name__}: {failure}"))
         return error
 
     def _text(self, expected: Expected | None) -> str:
         if self.found is None:
-            return f"{HEADING}: brimful could not find what held the memory, please report it: {self.failure}"
+            return _no_explanation(self.failure)
         return out_of_memory_text(self.found, () if expected is None else expected.compared(self.found))
+
+
+def _no_explanation(failure: str) -> str:
+    return f"{HEADING}: brimful could not find what held the memory, please report it: {failure}"

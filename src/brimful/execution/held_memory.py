@@ -11,6 +11,7 @@ Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Nod
 from __future__ import annotations
 
 import gc
+import inspect
 import linecache
 import os
 import re
@@ -34,7 +35,7 @@ from brimful.memory import HeldStorage
 from brimful.memory.at_error import KeptHistory, MemoryAtError
 from brimful.optimizers import parameters_of
 from brimful.torch_utils.forward_lines import line_of
-from brimful.torch_utils.graphs import ages_of, nodes_of, saved_by
+from brimful.torch_utils.graphs import ages_of, grad_fn_of, nodes_of, saved_by
 from brimful.torch_utils.held_names import locals_of, tensors_of_names
 from brimful.torch_utils.lines import innermost_line, shown_file
 from brimful.torch_utils.module_names import plain_namer
@@ -73,13 +74,13 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
     frames = list(_frames(error.__traceback__))
     objects = _Objects.alive().with_those_in_use_first(frames)
     seen = _Seen(device, objects, frames, first_node)
-    held = seen.held()
+    held, adam = seen.held(), seen.of_adam
     phase = _phase(frames)
     running = seen.running_node(frames) if phase is Phase.BACKWARD and frames else None
     allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return MemoryAtError(
         message=message,
-        requested_bytes=_size_after(text, r"[Tt]ried to allocate "),
+        requested_bytes=size_after(text, r"[Tt]ried to allocate "),
         line=(running[1] if running else "")
         or innermost_line((frame, traceback.tb_lineno) for frame, traceback in frames),
         peak_op=f"backward of {running[0].kind}" if running else _call_of(frames),
@@ -88,7 +89,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         held=held,
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
         not_found_bytes=max(allocated_bytes - sum(each.held_bytes for each in held), 0),
-        unused_bytes=_size_after(text, r"allocated by PyTorch, (?:with .*? private pools.*?, )?and "),
+        unused_bytes=size_after(text, r"allocated by PyTorch, (?:with .*? private pools.*?, )?and "),
         free_bytes=psutil.virtual_memory().available if is_host else _free_bytes(text, device),
         others=_others(text),
         reached_fraction=seen.reached_fraction(phase),
@@ -101,7 +102,8 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         makes_state=seen.makes_state,
         further_bytes=seen.further_bytes,
         recomputable_bytes=seen.recomputable_bytes,
-        adam_bytes=seen.adam_bytes,
+        adam_bytes=2 * sum(each.nbytes for each in adam),
+        adam_parameters=sum(each.numel() for each in adam),
         samples=seen.samples,
         kept=seen.kept,
         kept_bytes=seen.kept_bytes,
@@ -111,7 +113,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
     )
 
 
-def _size_after(text: str, words: str) -> int | None:
+def size_after(text: str, words: str) -> int | None:
     """The size that follows some words of a message; None if there is none, or it is nothing."""
     found = re.search(words + _SIZE, text) or re.search(words + r"([\d.]+ ?\w+)", text)
     return None if found is None else _bytes_of(found[1])
@@ -136,7 +138,7 @@ def _device_of(text: str, *, is_host: bool) -> torch.device:
 
 def _free_bytes(text: str, device: torch.device) -> int | None:
     """Free memory of a GPU, as far as torch may reserve it."""
-    free = _size_after(text, r"of which ")
+    free = size_after(text, r"of which ")
     fraction_of = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)  # from torch 2.8 on
     if free is None or fraction_of is None or device.type == "cpu":
         return free
@@ -198,7 +200,7 @@ def _phase(frames: _Frames) -> Phase:
 def _builds_graph(frames: _Frames) -> bool:
     """Whether a forward has a result with a graph."""
     called = [values for frame, _ in frames if isinstance((values := locals_of(frame)).get("self"), nn.Module)]
-    return any(tensor.grad_fn is not None for values in called for tensor in tensors_in(values))
+    return any(grad_fn_of(tensor) is not None for values in called for tensor in tensors_in(values))
 
 
 # What is alive
@@ -446,15 +448,16 @@ class _Seen:
         return found
 
     @property
-    def adam_bytes(self) -> int:
-        """State of Adam in 32 bits, with what is yet to make."""
-        return sum(
-            2 * size_bytes
+    def of_adam(self) -> list[Tensor]:
+        """Parts on the device of the parameters that Adam updates; its state has two tensors like each."""
+        return [
+            part
             for optimizer in self._objects.optimizers
             if type(optimizer).__name__ in _ADAM
             for parameter in parameters_of(optimizer)
-            for _, size_bytes in self._storages(parameter)
-        )
+            for part in inner_tensors(own_part(parameter))
+            if part.device == self._device
+        ]
 
     # Graphs
 
@@ -609,8 +612,9 @@ def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
         if isinstance(model := values.get("self"), nn.Module) and frame.f_code.co_name == "forward":
             return [
                 (f"{name} of {type(model).__name__}", tensor)
-                for name, value in values.items()
-                for tensor in tensors_in(value)
+                for name in inspect.getargs(frame.f_code)[0]
+                + [*filter(None, inspect.getargs(frame.f_code)[1:])]
+                for tensor in tensors_in(values.get(name))
             ]
     return []
 
@@ -636,7 +640,7 @@ def _updates(state: Mapping[str, Any]) -> float:
 
 def _maker(tensor: Tensor) -> Any:
     """The node of the op that made the memory of a tensor."""
-    node = tensor.grad_fn
+    node = grad_fn_of(tensor)
     while node is not None and _kind(node) in _VIEWS:
         node = node.next_functions[0][0]
     return node

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -197,7 +197,11 @@ def _lines_to_write(optimizer: Optimizer, frame: FrameType | None, budget: str |
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
 
     def name_of(is_meant: Callable[[Any], bool], otherwise: str) -> str:
-        return next((name for name, value in names.items() if is_meant(value)), otherwise)
+        for name, value in names.items():
+            with suppress(Exception):  # of the value's own code, as of a property
+                if is_meant(value):
+                    return name
+        return otherwise
 
     def is_trained(value: Any) -> bool:
         return isinstance(value, nn.Module) and parameters <= {id(each) for each in value.parameters()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from brimful.memory.attribution import HeldStorage, ModuleShare, shares_of_modules
 from brimful.trace import Category, Phase
 
-EIGHT_BIT_FRACTION = 2.03 / 8
-"""State of AdamW in 8 bits beside float32's 8 bytes for each parameter: see `brimful.optimizers`."""
+EIGHT_BIT_BYTES = 2.03
+"""State of AdamW in 8 bits for each parameter: see `brimful.optimizers`."""
 FRAGMENTED_FRACTION = 0.05
 """Fraction of the allocated memory from which on reserved but unused memory is worth a change. A choice."""
 _OF_MODEL = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
@@ -50,10 +50,10 @@ def activation_checkpointing(freed_bytes: int) -> Saving:
     return Saving(change=change, size_bytes=freed_bytes)
 
 
-def eight_bit_optimizer(state_bytes: int) -> Saving:
-    """Adam's state in 8 bits; `state_bytes` is what it takes now."""
+def eight_bit_optimizer(state_bytes: int, parameters: int) -> Saving:
+    """Adam's state in 8 bits; `state_bytes` is what that of so many parameters takes now."""
     change = "AdamW in 8 bits (bitsandbytes): state rounded by blocks"
-    return Saving(change=change, size_bytes=int(state_bytes * (1 - EIGHT_BIT_FRACTION)))
+    return Saving(change=change, size_bytes=max(int(state_bytes - EIGHT_BIT_BYTES * parameters), 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,9 @@ class MemoryAtError:
     recomputable_bytes: int = 0
     """Saved tensors inside repeated blocks, but for one block, which is recomputed, and the others' inputs."""
     adam_bytes: int = 0
-    """Optimizer state of Adam or AdamW in 32 bits, made or yet to make."""
+    """Optimizer state of Adam or AdamW, made or yet to make, but for that in 8 bits."""
+    adam_parameters: int = 0
+    """Parameters that have it."""
     samples: int | None = None
     """Samples of the micro-batch; None if they are not known."""
     kept: tuple[KeptHistory, ...] = ()
@@ -288,19 +290,19 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
     unused = found.unused_bytes or 0
     is_fragmented = unused >= max(FRAGMENTED_FRACTION * found.peak_allocated_bytes, found.requested_bytes or 0)
     if is_fragmented and not found.expands_segments:
-        text = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
+        text = "PYTORCH_ALLOC_CONF=expandable_segments:True: unused memory in pieces can be used"
         yield _Change(text, _Bytes(unused, unused))
     if found.others:
         listed = ", ".join(str(number) for number, _ in found.others)
         size = sum(size for _, size in found.others)
         text = f"end what else is on the card (process {listed}), or use another one"
         yield _Change(text, _Bytes(size, size))
-    if step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER:
+    if step.update_bytes and (step.lacking.of_update or found.peak_phase is Phase.OPTIMIZER):
         text = "the optimizer with fused=True: an update without temporaries"
         yield _Change(text, _Bytes(0, step.update_bytes), is_of_optimizer=True)
     of_a_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS]
     has_batch = found.samples is not None or of_a_batch > 0  # else any code asked
-    is_divisible = has_batch and found.samples != 1
+    is_divisible = has_batch and found.samples not in (0, 1)
     if found.peak_phase is Phase.EVALUATION and is_divisible:
         parts = _parts(step, found.samples)
         saving = smaller_micro_batches(step.of_batch_bytes, parts, found.samples)
@@ -316,15 +318,15 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         if not found.is_checkpointed:
             saving = activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
             yield _Change(saving.change, _Bytes(saving.size_bytes, 0), is_of_batch=True)
-    saving = eight_bit_optimizer(found.adam_bytes)
-    if found.adam_bytes:
+    saving = eight_bit_optimizer(found.adam_bytes, found.adam_parameters)
+    if saving.size_bytes:
         of_update = saving.size_bytes + step.update_bytes
         yield _Change(saving.change, _Bytes(saving.size_bytes, of_update), is_of_optimizer=True)
 
 
 def _parts(step: _Step, samples: int | None) -> int:
     """The least power of two into which micro-batches are divided to fit; the most if none does."""
-    most: int = _MOST_PARTS if samples is None else 2 ** int(math.log2(samples))
+    most: int = _MOST_PARTS if samples is None else 2 ** int(math.log2(max(samples, 1)))
     room = step.limit_bytes - step.fixed_bytes
     if room <= 0:
         return most

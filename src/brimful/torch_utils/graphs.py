@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _SAVED = "_raw_saved_"
@@ -24,9 +24,33 @@ _PASSED_ON = ("AddBackward", "ToCopyBackward", "SumBackward", "MeanBackward", "R
 """Beginnings of nodes between a loss and its scaling."""
 
 
+def storage_key(tensor: Tensor) -> int | None:
+    """Names the storage of a tensor; None of tensors without, such as those that `torch.func` wraps."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:
+        return None
+
+
+def storages_of_model(model: nn.Module) -> set[int]:
+    """Names of the storages of the parameters and buffers of a model."""
+    found = {
+        storage_key(each) for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided
+    }
+    return {key for key in found if key is not None}
+
+
+def grad_fn_of(tensor: Any) -> Any:
+    """The node that made a tensor; None also where torch refuses to make that of a view whose base changed."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def nodes_of(tensors: Iterable[Any]) -> Iterator[Any]:
     """The nodes of the graphs of tensors, each once."""
-    left, seen = [each.grad_fn for each in tensors if isinstance(each, Tensor)], set[Any]()
+    left, seen = [grad_fn_of(each) for each in tensors if isinstance(each, Tensor)], set[Any]()
     while left and len(seen) < MOST_NODES:
         node = left.pop()
         if node is not None and node not in seen:
@@ -54,11 +78,12 @@ def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:
 
 def is_scaled(loss: Any) -> bool:
     """Whether a loss, or a part of its sum, is divided or multiplied by something."""
-    left = [loss.grad_fn]
+    left, seen = [grad_fn_of(loss)], set[Any]()
     while left:
         node = left.pop()
-        if node is None:
+        if node is None or node in seen:
             continue
+        seen.add(node)
         if node.name().startswith(("Div", "Mul")):
             return True
         if node.name().startswith(_PASSED_ON):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dis
 import inspect
+import linecache
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from itertools import islice
 from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.torch_utils.graphs import ages_of
+from brimful.torch_utils.graphs import ages_of, storage_key
 from brimful.torch_utils.lines import is_users_own, shown_file
 
 _MOST_ENTRIES = 10_000
@@ -136,8 +137,8 @@ def _attributes(path: str, value: Any, written: str) -> Iterator[tuple[str, Any,
 
 def _is_container(value: Any) -> bool:
     """Whether a value is a tensor or may hold ever more of them."""
-    is_bounded = isinstance(value, deque) and value.maxlen is not None
-    return isinstance(value, Tensor | list | tuple | dict | deque | BaseException) and not is_bounded
+    is_bounded = issubclass(type(value), deque) and value.maxlen is not None
+    return issubclass(type(value), Tensor | list | tuple | dict | deque | BaseException) and not is_bounded
 
 
 def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
@@ -148,16 +149,16 @@ def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
     left, seen, found = [value], 0, []
     while left and seen < _MOST_ENTRIES:
         entry, seen = left.pop(), seen + 1
-        if isinstance(entry, Tensor):
+        if issubclass(type(entry), Tensor):  # a proxy may claim another class
             if not isinstance(entry, nn.Parameter) and entry.layout is torch.strided:
                 found.append(entry)
-        elif isinstance(entry, Mapping):
-            left += entry.values()
-        elif isinstance(entry, list | tuple | deque):
-            left += entry
-        elif isinstance(entry, BaseException):
+        elif issubclass(type(entry), dict):  # other mappings may compute or load their values
+            left += islice(dict.values(entry), _MOST_ENTRIES)
+        elif issubclass(type(entry), list | tuple | deque):
+            left += islice(entry, _MOST_ENTRIES)
+        elif issubclass(type(entry), BaseException):
             left += [value for frame, _ in walk_tb(entry.__traceback__) for value in locals_of(frame).values()]
-    return [each for each in found if each.untyped_storage()._cdata not in own]
+    return [each for each in found if (key := storage_key(each)) is not None and key not in own]
 
 
 def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node: int) -> Holding:
@@ -166,7 +167,7 @@ def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node:
         name=name,
         line=line,
         count=len(tensors),
-        size_bytes=sum({each.untyped_storage()._cdata: each.nbytes for each in tensors}.values()),
+        size_bytes=sum({storage_key(each): each.nbytes for each in tensors}.values()),
         has_graph=ages is not None,
         is_state=_is_state(held),
         reaches_back=ages is not None and ages[0] < first_node <= ages[1],
@@ -175,9 +176,9 @@ def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node:
 
 def _is_state(value: Any) -> bool:
     """Whether a dict, or one in it, has weights by name, such as "layer.weight"."""
-    if not isinstance(value, Mapping):
+    if not issubclass(type(value), dict):
         return False
-    dicts = (each for each in (value, *value.values()) if isinstance(each, Mapping))
+    dicts = (each for each in (value, *value.values()) if issubclass(type(each), dict))
     entries = (entry for each in dicts for entry in each.items())
     return any(str(key).endswith(".weight") and isinstance(entry, Tensor) for key, entry in entries)
 
@@ -185,10 +186,7 @@ def _is_state(value: Any) -> bool:
 @cache
 def _line(file: str, name: str) -> str:
     """The line that adds to a name, or else that assigns it; the file alone if neither is found."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = linecache.getlines(file)  # which has those of a notebook's cells too
     shown = shown_file(file)
     own = rf"(?<![\w.]){re.escape(name)}"
     adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")

@@ -66,7 +66,11 @@ def shown_file(file: str) -> str:
     is_python = name.startswith(_PYTHON_FOLDER) and not _is_installed(name)
     if is_own or is_python or name.startswith(("<", _TORCH_FOLDER)):
         return ""
-    path, here = Path(file), Path.cwd()
+    path = Path(file)
+    try:
+        here = Path.cwd()
+    except OSError:  # it was deleted
+        return str(path)
     for folder in map(Path, sys.path):
         if folder.name in _PACKAGE_FOLDERS and path.is_relative_to(folder):
             return str(path.relative_to(folder))

@@ -5,8 +5,8 @@ the forward creates them; the numbers at which the stack changed give the module
 unit whose forward runs again in backward for the nested unit behind it is put on the stack as if called, and so
 is the module that ran the ops that make a unit's input.
 
-Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node` (checked:
-torch 2.13, 2.11).
+Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node`,
+`_global_forward_hooks_with_kwargs` (checked: torch 2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks_with_kwargs,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from brimful.capture.recording.facts import shown_path
 from brimful.torch_utils.module_names import plain_namer
@@ -70,19 +74,20 @@ class ModuleCalls:
             if self._is_followed():
                 self._enter(module, args)
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, *inputs_and_output: Any) -> None:
+            # Positional and keyword arguments; where forward raised, torch gives the positional ones alone.
             if self._is_followed():
-                self._leave(module, args, output)
+                self._leave(module, inputs_and_output[:-1])
 
         self._thread = threading.get_ident()
         before = register_module_forward_pre_hook(enter)
-        after = register_module_forward_hook(leave, always_call=True)
+        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
         run_again = Call.run_again
 
         def followed(call: Call) -> None:
             enter(call.module, ())
             run_again(call)
-            leave(call.module, (), None)
+            leave(call.module, None)
 
         try:
             with replaced(Call, "run_again", followed), self._follow_input_ops():
@@ -90,6 +95,7 @@ class ModuleCalls:
         finally:
             before.remove()
             after.remove()
+            _global_forward_hooks_with_kwargs.pop(after.id, None)  # which torch leaves there
 
     @contextmanager
     def _follow_input_ops(self) -> Iterator[None]:
@@ -143,7 +149,7 @@ class ModuleCalls:
         self._stack.append(name if name is not None else self._top())
         self._mark()
 
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _leave(self, _module: nn.Module, _inputs: Any) -> None:
         if self._stack:
             self._stack.pop()
         self._mark()

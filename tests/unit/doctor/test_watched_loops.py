@@ -1,0 +1,281 @@
+"""Loops of many kinds are watched rightly: what they compute, what they hold, and nothing false."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import brimful as bf
+from brimful.doctor import Watch, recording, watched_document, watched_text
+from brimful.doctor.evidence import Evidence
+from brimful.doctor.findings import findings
+from brimful.torch_utils.graphs import grad_fn_of, is_scaled
+from brimful.torch_utils.held_names import held_by_names
+from brimful.torch_utils.lines import shown_file
+from brimful.trace import Phase
+
+WIDTH = 32
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, 4))
+
+
+def watched(step: Callable[[int], object], steps: int = 6, **options: Any) -> Evidence:
+    with Watch(**options) as watch:
+        for index in range(steps):
+            step(index)
+    return watch.evidence()
+
+
+def checks_of(evidence: Evidence) -> list[str]:
+    assert evidence.error == ""
+    return [each.check for each in findings(evidence)]
+
+
+def test_forward_and_backward_in_a_closure_have_their_own_phases() -> None:
+    model, x = net(), torch.randn(256, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    evidence = watched(lambda _: optimizer.step(closure))
+    products = [op for op in evidence.trace.ops if op.name == "aten.addmm.default"]
+    assert {op.phase for op in products} == {Phase.FORWARD}
+    assert {op.module for op in products} == {"0", "2"}
+    assert watched_document(evidence)["categories"]["saved_tensors"] >= 256 * 4 * WIDTH * 4
+    assert any(op.phase is Phase.OPTIMIZER for op in evidence.trace.ops)
+
+
+def test_keyword_arguments_of_a_model_are_inputs() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            return self.body(x).mean()  # type: ignore[no-any-return]
+
+    model = ByName()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(index: int) -> None:
+        x = torch.randn(64, 1 + index, WIDTH)
+        model(x=x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    evidence = watched(step)
+    assert evidence.input_shapes == 3
+    assert watched_document(evidence)["categories"]["inputs"] == 64 * 3 * WIDTH * 4
+
+
+def test_code_that_is_compiled_after_the_recorded_steps_runs_as_alone() -> None:
+    model, x = net(), torch.randn(8, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with Watch() as watch:
+        for _ in range(4):
+            model(x).mean().backward()
+            optimizer.step()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), model(x))
+    assert watch.evidence().error == ""
+
+
+def test_steps_that_no_optimizer_takes_are_recorded_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_MOST_OPS", 50)
+    model, x = net(), torch.randn(8, WIDTH)
+
+    def step(_index: int) -> None:
+        model(x).mean().backward()
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= 1e-3 * each.grad  # type: ignore[operator]
+                each.grad = None
+
+    with Watch() as watch:
+        for index in range(20):
+            step(index)
+        assert _get_current_dispatch_mode() is None
+    assert len(watch.evidence().trace.ops) == 50
+    assert "note" in watched_text(watch.evidence())
+    assert "recording ended after" in watched_text(watch.evidence())
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_models_have_their_categories_and_no_false_finding() -> None:
+    model, x = net(), torch.randn(8, WIDTH)
+    size_bytes = sum(each.nbytes for each in model.parameters())
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(_index: int) -> None:
+        for _ in range(2):
+            (model(x).mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    evidence = watched(step)
+    assert checks_of(evidence) == []
+    assert evidence.notes
+    categories = watched_document(evidence)["categories"]
+    assert categories["parameters"] >= size_bytes
+    assert categories["optimizer_state"] >= 2 * size_bytes
+
+
+def test_a_scaler_reads_what_no_line_of_the_script_reads() -> None:
+    model, x = net(), torch.randn(8, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(_index: int) -> None:
+        scaler.scale(model(x).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    assert watched(step).host_reads == {}
+
+
+def test_a_gradient_penalty_does_not_recompute_normalisations() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), torch.randn(8, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        inputs = x.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        slopes.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert "batch-norm-recomputed" not in checks_of(watched(step))
+
+
+def test_optimizers_from_before_and_master_weights_use_gradients() -> None:
+    model, x = net(), torch.randn(8, WIDTH)
+    first = torch.optim.SGD(model[0].parameters(), 1e-3)
+    seldom = torch.optim.SGD(model[2].parameters(), 1e-3)
+
+    def step(index: int) -> None:
+        model(x).mean().backward()
+        first.step()
+        if index == 5:
+            seldom.step()
+        model.zero_grad()
+
+    assert "not-optimized" not in checks_of(watched(step))
+
+    masters = [each.detach().clone() for each in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 1e-3)
+
+    def step_of_masters(_index: int) -> None:
+        model(x).mean().backward()
+        for master, each in zip(masters, model.parameters(), strict=True):
+            master.grad = each.grad
+        optimizer.step()
+        model.load_state_dict(dict(zip(model.state_dict(), masters, strict=True)))
+        model.zero_grad()
+
+    assert "not-optimized" not in checks_of(watched(step_of_masters))
+
+
+def test_gradients_of_torch_func_are_watched() -> None:
+    model, x = net(), torch.randn(8, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (sample,)).mean()  # type: ignore[no-any-return]
+
+    def step(_index: int) -> None:
+        parameters = {name: each.detach() for name, each in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+        for name, each in model.named_parameters():
+            each.grad = found[name].mean(0)
+        optimizer.step()
+
+    assert watched(step).error == ""
+
+
+def test_values_of_the_user_are_not_run() -> None:
+    class Loads(UserDict[str, Tensor]):
+        def values(self) -> Any:
+            raise AssertionError("this may load a file")
+
+    lazy = [Loads(a=torch.ones(2)), torch.ones(4)]
+    found = held_by_names(__import__("sys")._getframe(), 0)
+    assert (found["lazy"].count, found["lazy"].size_bytes) == (1, 16)
+    assert lazy
+
+
+def test_the_sum_of_many_paths_is_looked_through_once() -> None:
+    loss = torch.ones(4, 1, requires_grad=True) * 1
+    for _ in range(200):
+        loss = loss + loss.mean(0, keepdim=True)
+    assert is_scaled(loss.sum())
+
+
+def test_a_view_whose_base_has_changed_has_no_known_maker() -> None:
+    base = torch.ones(2, 2, requires_grad=True) * 1
+    with torch.no_grad():
+        view = base[0]
+    base.mul_(2)
+    assert grad_fn_of(view) is None
+
+
+def test_lines_are_found_from_a_folder_that_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert shown_file("/elsewhere/train.py") == "/elsewhere/train.py"
+
+
+def test_memory_that_runs_out_over_an_empty_input_is_explained() -> None:
+    model = net()
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            model(x)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 99999999999999.99 EiB.")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised, bf.explain_out_of_memory():
+        Fails()(torch.randn(8, WIDTH)[:0])
+    (note,) = raised.value.__notes__
+    assert "could not find" not in note
+
+
+def test_samples_are_those_of_arguments_not_of_variables() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions, mask = torch.arange(128), torch.ones(128, 128)
+            self.body(x)
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {positions.numel()} {mask.numel()}")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised, bf.explain_out_of_memory():
+        Positions()(torch.randn(8, WIDTH))
+    assert "128" not in raised.value.__notes__[0].partition("what to change")[2]
