@@ -138,6 +138,32 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
     assert "the script made no tensor" in watched.stderr
 
 
+def test_memory_that_runs_out_after_the_recorded_steps_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        """
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+for step in range(9):
+    model(torch.randn(4, 8)).mean().backward()
+    optimizer.step()
+kept = torch.ones(1 << 20)
+torch.empty(1 << 60)
+"""
+    )
+    run = ran(tmp_path, "-m", "brimful", "run", "train.py")
+    assert run.returncode == 1
+    assert "other tensors: kept (train.py:8)" in run.stderr
+    assert "watched 3 optimizer steps" in run.stderr
+
+
+def test_an_error_of_a_recorded_op_shows_the_frames_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\ntorch.ones(2, 2) @ torch.ones(3, 3)\n")
+    alone, watched = (ran(tmp_path, *command, "train.py") for command in ((), ("-m", "brimful", "run")))
+    assert "recording.py" not in watched.stderr
+    assert alone.stderr.splitlines()[-1] in watched.stderr
+
+
 def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -> None:
     """Though it changes the directory, and forks."""
     (tmp_path / "sub").mkdir()
