@@ -16,8 +16,8 @@ from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import uncast_notes
 from brimful.report.at_peak import peak_listings
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
-from brimful.report.out_of_memory import asked_row, savings_listing
-from brimful.report.plans import time_shares_text
+from brimful.report.out_of_memory import savings_listing
+from brimful.report.watched import watched_rows, why_partial
 from brimful.trace import Trace
 from brimful.utils.quantities import format_bytes, format_seconds
 
@@ -31,16 +31,8 @@ def watched_report(evidence: Evidence) -> Report:
     """The memory and time of a watched run, and what is wrong with it."""
     count = len(evidence.steps)
     heading = f"watched {count} optimizer step{'s' if count != 1 else ''} on {evidence.trace.device_kind}"
-    if evidence.error:
-        text = f"recording ended by an error of brimful's own, please report it: {evidence.error}"
-        return Report(heading=heading, parts=(Remark("note", text),))
-    if evidence.compiled:
-        text = (
-            f"{evidence.compiled} calls compiled code, or an operator that torch compiles, such as torch.cond: "
-            "recording ended there, as it would change. With --eager (in Python eager=True) compiled code runs "
-            "eagerly in the recorded steps, which rounds otherwise; such operators do not."
-        )
-        return Report(heading=heading, parts=(Remark("note", text),))
+    if why := why_partial(evidence.error, evidence.compiled):
+        return Report(heading=heading, parts=(Remark("note", why),))
     if not evidence.trace.events:
         return Report(heading=f"{heading}: the script made no tensor there", parts=())
     return Report(heading=heading, parts=tuple(_parts(evidence, predict_memory(evidence.trace))))
@@ -75,22 +67,15 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
-    if (failed := evidence.failed) is not None:
-        yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
-    if evidence.measured_peak_bytes is not None:
-        yield Row("allocated", f"{format_bytes(evidence.measured_peak_bytes)} at most, as torch measures it")
-    growth_bytes = evidence.growth_bytes
-    if growth_bytes is not None:
-        yield Row(
-            "growth", f"{format_bytes(growth_bytes)} a step" if growth_bytes > 0 else "none from step to step"
-        )
-    if evidence.step_seconds is not None:
-        yield Row("step", f"{format_seconds(evidence.step_seconds)}, unwatched")
-    if shares := evidence.time_shares:
-        yield Row("time goes to", time_shares_text(shares))
-    if evidence.watching_seconds is not None:
-        yield Row("watching", f"added {format_seconds(evidence.watching_seconds)} to these steps")
-    yield from (Remark("note", each) for each in evidence.notes)
+    yield from watched_rows(
+        failed=evidence.failed,
+        measured_peak_bytes=evidence.measured_peak_bytes,
+        growth_bytes=evidence.growth_bytes,
+        step_seconds=evidence.step_seconds,
+        time_shares=evidence.time_shares,
+        watching_seconds=evidence.watching_seconds,
+        notes=evidence.notes,
+    )
     yield from _held_parts(evidence, memory)
     yield findings_part(findings(evidence))
 

@@ -12,10 +12,11 @@ from brimful.memory.at_error import Saving
 from brimful.prediction import Verdict
 from brimful.report.at_peak import block_listing, category_listing, peak_place
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Row
-from brimful.report.out_of_memory import asked_row, savings_listing
+from brimful.report.out_of_memory import savings_listing
 from brimful.report.page.document import Page, Section
 from brimful.report.page.pages import module_sections, timeline_sections
 from brimful.report.plans import TONES, time_shares_text
+from brimful.report.watched import watched_rows, why_partial
 from brimful.trace import Category, Phase
 from brimful.utils.quantities import format_bytes, format_interval, format_rate, format_seconds
 
@@ -85,6 +86,7 @@ class _WatchedFile:
     timeline: tuple[Moment, ...] = ()
     error: str = ""
     compiled: str = ""
+    notes: tuple[str, ...] = ()
     failed: _Failure | None = None
 
 
@@ -141,19 +143,10 @@ def watched_file_page(content: bytes, *, where: str) -> Page:
         *module_sections(found.modules, {}),
     ]
     title = f"watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}"
-    if why := _why_partial(found):
+    if why := why_partial(found.error, found.compiled):
         return Page(title=title, sections=(Section(title="Recording", content=(Remark("note", why),)),))
     peak = "" if found.peak_bytes is None else f", {format_bytes(found.peak_bytes)} in tensors at the peak"
     return Page(title=f"{title}{peak}", sections=tuple(sections))
-
-
-def _why_partial(found: _WatchedFile) -> str:
-    """Why recording ended before its time, so that the figures are not those of a step."""
-    if found.error:
-        return f"recording ended by an error of brimful's own, please report it: {found.error}"
-    if found.compiled:
-        return f"{found.compiled} calls compiled code, where recording ended; --eager runs it eagerly."
-    return ""
 
 
 def _findings(found: _WatchedFile) -> Iterator[Part]:
@@ -172,19 +165,15 @@ def _stake(finding: _Finding) -> str:
 
 
 def _peak(found: _WatchedFile) -> Iterator[Part]:
-    if (failed := found.failed) is not None:
-        yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
-    if found.measured_peak_bytes is not None:
-        yield Row("measured peak", f"{format_bytes(found.measured_peak_bytes)}, as torch counts")
-    if (growth_bytes := found.growth_bytes_per_step) is not None:
-        text = f"{format_bytes(growth_bytes)} a step" if growth_bytes > 0 else "none from step to step"
-        yield Row("growth", text)
-    if found.step_seconds is not None:
-        yield Row("step", f"{format_seconds(found.step_seconds)}, unwatched")
-    if found.time_shares:
-        yield Row("time goes to", time_shares_text(found.time_shares.items()))
-    if found.watching_seconds is not None:
-        yield Row("watching", f"added {format_seconds(found.watching_seconds)} to these steps")
+    yield from watched_rows(
+        failed=found.failed,
+        measured_peak_bytes=found.measured_peak_bytes,
+        growth_bytes=found.growth_bytes_per_step,
+        step_seconds=found.step_seconds,
+        time_shares=found.time_shares.items(),
+        watching_seconds=found.watching_seconds,
+        notes=found.notes,
+    )
     if found.peak_bytes is None or found.peak_phase is None:
         yield Remark("note", "no tensor was made in the watched steps")
         return
