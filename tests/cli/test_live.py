@@ -257,7 +257,9 @@ def test_one_of_several_ranks_serves(folder: Path) -> None:
     (folder / "go1").touch()
     (folder / "go7").touch()
     ranks = {"WORLD_SIZE": "2", "RANK": "1"}
-    _, err = started(folder, "run", "--live", "script.py", **ranks).communicate(timeout=120)
+    process = started(folder, "run", "--live", "script.py", **ranks)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 3
     assert "http" not in err
 
 
