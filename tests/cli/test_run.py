@@ -135,7 +135,7 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
     watched = ran(tmp_path, "-m", "brimful", "run", str(tmp_path / "broken.py"))
     assert watched.returncode == alone.returncode == 1
     assert watched.stderr.startswith(alone.stderr)
-    assert "the script made no tensor" in watched.stderr
+    assert watched.stderr == alone.stderr
 
 
 def test_memory_that_runs_out_after_the_recorded_steps_is_explained(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def doctor(
         elif what[0].endswith(SNAPSHOTS):
             _check_options(context, "a memory snapshot", set())
             is_well = _snapshot(what[0], as_json)
-        elif nearest_names(what[0], ("machine",)):
+        elif nearest_names(what[0], ("machine",), likeness=0.8):
             raise UsageError(f"{what[0]!r} names nothing to look at. For this machine: brimful doctor machine")
         else:
             _check_options(context, "a job", {*_OF_JOBS, *ModelOptions.__dataclass_fields__})

@@ -86,6 +86,8 @@ def run(
         for each in filter(None, (file, *timelines)):
             if not is_directory(each.parent):
                 raise UsageError(f"{each} cannot be written: there is no folder {each.parent}. Make it first.")
+            if is_directory(each):
+                raise UsageError(f"{each} cannot be written: it is a folder. Name a file in it.")
         if script.startswith("-"):
             raise UsageError(f"run has no option {script}: brimful run --help lists those it has.")
         for each in timelines:
@@ -103,7 +105,9 @@ def run(
                 on_step=showing_evidence(page),
             )
         has_ended = within is not None and within.has_ended_script
-        if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
+        has_begun = bool(ran.evidence.trace.events or not ran.exit_status or ran.evidence.error)
+        is_shown = ran.shows_report and has_begun and not has_ended
+        if is_shown and os.getpid() == process:  # not in a fork that exits
             is_first = is_first_rank()  # others show what went wrong in them
             _show(ran.evidence, file if is_first else None, timelines if is_first else [])
     if ran.is_interrupted:

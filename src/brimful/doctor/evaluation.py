@@ -28,36 +28,28 @@ _LEAST_GROWN = 3
 """How often in them a name must hold more, as a batch may take more than one forward. A choice."""
 
 
-class FirstEvaluation:
-    """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
+class HeldResults:
+    """What names hold on the device before each of the first forwards of an evaluation without gradients."""
 
-    It is one that no backward uses if none runs until the model is called again, or until the run ends. Without
-    a graph, what names hold on the device before each of some forwards shows whether results are gathered.
-    `sees` says whether what happens now is watched.
-    """
-
-    def __init__(self, sees: Callable[[], bool], device_type: str) -> None:
-        self.found: tuple[UnusedGraph, ...] = ()
-        self._depth, self._sees, self._device_type = 0, sees, device_type
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._held: list[dict[str, _Held]] = []
-        """What names hold before each forward without gradients."""
-        self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
-        self._hooks = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, always_call=True),
-        ]
 
-    def note_backward(self) -> None:
-        """Note that backward runs."""
-        if self._expected is not None or self._held:
-            self._expected = None
-            self._remove()
+    def note(self, model: nn.Module) -> None:
+        """Note what names hold before a forward of a model."""
+        if not self.is_full:
+            own = storages_of_model(model)
+            self._held.append(dict(_held_by_names(sys._getframe(), own, self._device_type)))
 
-    def end(self) -> None:
-        """Note that the run has ended."""
-        if self._expected is not None:
-            self.found = (self._expected[0],)
-        self._remove()
+    @property
+    def has_any(self) -> bool:
+        """Whether a forward was noted."""
+        return bool(self._held)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all forwards that are looked at were noted."""
+        return len(self._held) == FORWARDS
 
     @property
     def gathered(self) -> tuple[Gathered, ...]:
@@ -70,16 +62,49 @@ class FirstEvaluation:
                 found.append(Gathered(name=name, line=last.line, growth_bytes=growth_bytes))
         return tuple(found)
 
+
+class FirstEvaluation:
+    """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
+
+    It is one that no backward uses if none runs until the model is called again, or until the run ends. Without
+    a graph, what names hold on the device before each of some forwards shows whether results are gathered.
+    `sees` says whether what happens now is watched.
+    """
+
+    def __init__(self, sees: Callable[[], bool], device_type: str) -> None:
+        self.found: tuple[UnusedGraph, ...] = ()
+        self._depth, self._sees, self._held = 0, sees, HeldResults(device_type)
+        self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
+        self._hooks = [
+            register_module_forward_pre_hook(self._before),
+            register_module_forward_hook(self._after, always_call=True),
+        ]
+
+    def note_backward(self) -> None:
+        """Note that backward runs."""
+        if self._expected is not None or self._held.has_any:
+            self._expected = None
+            self._remove()
+
+    def end(self) -> None:
+        """Note that the run has ended."""
+        if self._expected is not None:
+            self.found = (self._expected[0],)
+        self._remove()
+
+    @property
+    def gathered(self) -> tuple[Gathered, ...]:
+        """Names that held results of more and more samples."""
+        return self._held.gathered
+
     def _note_held(self, model: nn.Module) -> None:
-        if not any(each.requires_grad for each in model.parameters()):
-            return
-        try:
-            own = storages_of_model(model)
-            self._held.append(dict(_held_by_names(sys._getframe(), own, self._device_type)))
-        except Exception:  # of tensors without a storage: the evaluation is not looked at
-            self._remove()
-        if len(self._held) == FORWARDS:
-            self._remove()
+        if any(each.requires_grad for each in model.parameters()):
+            try:
+                self._held.note(model)
+            except Exception:  # of tensors without a storage: the evaluation is not looked at
+                self._remove()
+            if self._held.is_full:
+                self._remove()
 
     def _remove(self) -> None:
         for hook in self._hooks:

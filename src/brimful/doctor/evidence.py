@@ -92,6 +92,7 @@ def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Ba
 
 _LACKING = {
     "sharded": "weights that FSDP2 gathers are not counted, and checks of gradients are silent",
+    "evaluation": "of an evaluation between these steps six forwards were recorded: its own peak may be higher",
     "full": "recording ended after 300,000 ops: no step of an optimizer of torch.optim ended it",
 }
 """What the figures lack, by flag."""
@@ -146,7 +147,8 @@ class Evidence:
     flags: tuple[str, ...] = ()
     """Settings of torch that are on: "anomaly", "cudnn.benchmark", "expandable segments".
 
-    Also "sharded" for parameters of FSDP2, and "full" where recording ended as too many ops ran.
+    Also "sharded" for parameters of FSDP2, "evaluation" where one was not recorded whole, and "full" where
+    recording ended as too many ops ran.
     """
 
     @property

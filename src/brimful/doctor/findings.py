@@ -29,6 +29,8 @@ LARGE_FRACTION = 0.05
 GATHERED_FRACTION = 0.001
 """Fraction of the peak from which what an evaluation keeps of each forward is a finding. A choice: of 1,000
 forwards it takes as much as the peak."""
+LEAST_VALUE_BYTES = 1024
+"""Bytes of a kept result from which on it is more than a number. A choice."""
 LEAST_BYTES = MIB
 """Temporaries of an optimizer below which its step's peak is of no interest. A choice."""
 
@@ -234,7 +236,14 @@ def history_kept(seen: Seen) -> Iterator[Finding]:
         # What the graphs keep grows too; which name keeps how much of it, their own tensors suggest.
         shared_bytes = growth_bytes * held.size_bytes // max(whole_bytes, 1)
         size_bytes = shared_bytes if growth_bytes > 0 else held.size_bytes
-        yield known_fault("history-kept", held.line, size_bytes, held.name)
+        each = known_fault("history-kept", held.line, size_bytes, held.name)
+        holds_values = held.count > 1 and held.size_bytes // held.count >= max(
+            size_bytes // 2, LEAST_VALUE_BYTES
+        )
+        yield replace(each, change=_KEEP_NUMBERS) if holds_values else each
+
+
+_KEEP_NUMBERS = "keep numbers (.item()), or move what is needed to the host (.detach().cpu())"
 
 
 @check
@@ -245,7 +254,7 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
         if is_growing and not held.reaches_back:
             yield Finding(
                 what=f"{held.name} has more tensors after each step: {', '.join(map(str, counts))}",
-                change="keep numbers (.item()), or move what is needed to the host (.detach().cpu())",
+                change=_KEEP_NUMBERS,
                 line=held.line,
                 size_bytes=held.size_bytes // held.count,
             )

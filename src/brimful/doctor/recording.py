@@ -7,6 +7,7 @@ Private torch APIs used here: `torch._C._current_autograd_node`,
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -137,6 +139,8 @@ class WatchedOps(TorchDispatchMode):
         """Lines that call a softmax whose result another one reads."""
         self.on_error: Callable[[Exception], None] = _raise
         """Called with an error of recording itself."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when memory has run out, before what is held is noted."""
         self.on_full: Callable[[], None] = lambda: None
         """Called after each op once no more are to be recorded."""
         self._infos: dict[Any, OpInfo] = {}
@@ -187,6 +191,16 @@ class WatchedOps(TorchDispatchMode):
             if self._is_followed(part) and not calls_ops_on_parts(type(part)):
                 self.ledger.mark(part, category, label)
 
+    def mark_unseen(self) -> None:
+        """Count the tensors that were made while ops were not recorded, and are still there."""
+        for each in gc.get_objects():
+            kind = type(each)
+            is_tensor = issubclass(kind, Tensor) and not (
+                issubclass(kind, FakeTensor) or calls_ops_on_parts(kind)
+            )
+            if is_tensor and self._is_followed(each) and self.ledger.index_of(each) is None:
+                self._note_read(each)
+
     @property
     def live_bytes(self) -> int:
         """Bytes of the blocks that live now."""
@@ -226,6 +240,7 @@ class WatchedOps(TorchDispatchMode):
     def _note_failure(self, op: str, message: str) -> None:
         """Keep what is there as memory runs out, with what was asked for: frames that unwind free it."""
         size_bytes = size_after(message, r"[Tt]ried to allocate ")
+        self.on_failure()
         self.failed = Failure(op=op, line=calling_line(), message=message, requested_bytes=size_bytes)
         self.blocks, self.events = [*self.ledger.blocks], [*self.ledger.events]
         if size_bytes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from brimful.doctor.evidence import Evidence
 from brimful.memory import MemoryPrediction
@@ -35,7 +36,17 @@ def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
     held = dict(memory.breakdown)
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
     if memory.peak_phase in _OF_BATCH:
-        yield smaller_micro_batches(of_batch)
+        halved = smaller_micro_batches(of_batch)
+        gradients = {
+            each.label: each.size_bytes
+            for each in evidence.trace.storages
+            if each.category is Category.GRADIENTS
+        }
+        # The first micro-batch leaves all gradients beside the second.
+        beside = (
+            max(sum(gradients.values()) - held[Category.GRADIENTS], 0) if evidence.micro_batches == 1 else 0
+        )
+        yield replace(halved, size_bytes=max(halved.size_bytes - beside, 0))
         inside = freed_bytes(evidence.trace, find_units(evidence.trace))
         yield activation_checkpointing(min(inside, held[Category.SAVED_TENSORS]))
     squares = sum(each.size_bytes for each in evidence.trace.storages if "exp_avg_sq" in each.label)

@@ -19,6 +19,19 @@ from brimful.execution.out_of_memory import explain
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
 """Files whose frames are not the script's."""
+_NOT_SCRIPTS = (
+    ".ipynb",
+    ".json",
+    ".jsonl",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".safetensors",
+    ".md",
+)
 _RECORDING = str(Path(__file__).with_name("recording.py"))
 
 
@@ -83,6 +96,9 @@ def _check_target(target: Path) -> None:
     """UsageError unless Python could run the file or folder."""
     if not target.exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
+    if target.suffix in _NOT_SCRIPTS:
+        in_notebook = ": call brimful.watch() before its training loop" if target.suffix == ".ipynb" else ""
+        raise UsageError(f"{target} is not a Python script{in_notebook}.")
     if target.is_dir() and not (target / "__main__.py").exists():
         scripts = sorted(map(str, target.glob("*.py")))[:3]
         near = f"Name one of its scripts: {', '.join(scripts)}" if scripts else "Name a script"

@@ -66,7 +66,9 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 
 
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
-    yield Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
+    failed = evidence.failed
+    held_bytes = memory.peak_allocated_bytes - (0 if failed is None else failed.requested_bytes or 0)
+    yield Row("peak", f"{format_bytes(held_bytes)} in tensors, in step {memory.peak_step + 1}")
     yield from watched_rows(
         failed=evidence.failed,
         measured_peak_bytes=evidence.measured_peak_bytes,

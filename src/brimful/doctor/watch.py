@@ -33,7 +33,7 @@ from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.cost.time_shares import time_shares
 from brimful.doctor.backwards import Backwards
-from brimful.doctor.evaluation import FORWARDS, FirstEvaluation
+from brimful.doctor.evaluation import FORWARDS, FirstEvaluation, HeldResults
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
 from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
@@ -98,7 +98,7 @@ class Watch:
         self._ops = ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
         ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
         ops.on_error = ops.modules.on_error = self.end_by
-        ops.on_full = self._stop_when_full
+        ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
         self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
         self._evaluation_hooks = ExitStack()
@@ -127,6 +127,7 @@ class Watch:
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
         self._bytes_before_call, self._first_node_of_call = 0, 0
+        self._held_results = HeldResults(self._ops.device_type)
         self._evaluated = 0
         """Forwards of the running evaluation without gradients, of which the first are recorded."""
         self._graphs: list[_Graph] = []
@@ -240,7 +241,7 @@ class Watch:
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
             evaluations=(*self._evaluations.values(), *late),
-            gathered=() if evaluation is None else evaluation.gathered,
+            gathered=self._held_results.gathered or (() if evaluation is None else evaluation.gathered),
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(self._unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
@@ -279,8 +280,7 @@ class Watch:
     @_guarded
     def _before_call(self, model: nn.Module) -> None:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
-        self._evaluated = self._evaluated + 1 if self._ops.is_evaluating else 0
-        self._ops.is_skipping = self._evaluated > FORWARDS
+        self._note_evaluation(model)
         if self._ends and id(model) not in self._models_in_steps:
             parameters = [each for each in model.parameters() if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
@@ -291,7 +291,8 @@ class Watch:
                 self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
-        if self._ops.position.phase is Phase.SETUP and _is_on_host(model):
+        is_of_gpu = self._ops.device_type == "cuda" and self._ops.position.phase is Phase.SETUP
+        if is_of_gpu and _is_on_host(model):
             self._ops.follow_host()
         self._ops.begin()
         self._bytes_before_call = self._ops.live_bytes
@@ -300,6 +301,19 @@ class Watch:
             self._is_first_call = False
             own = storages_of_model(model)
             self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
+
+    def _note_evaluation(self, model: nn.Module) -> None:
+        """Skip the forwards of an evaluation without gradients after the first ones, but not what it leaves."""
+        ops = self._ops
+        self._evaluated = self._evaluated + 1 if ops.is_evaluating else 0
+        if ops.is_evaluating and any(each.requires_grad for each in model.parameters()):
+            if self._evaluated == 1 and not self._held_results.gathered:
+                self._held_results = HeldResults(ops.device_type)
+            self._held_results.note(model)
+        was_skipping, ops.is_skipping = ops.is_skipping, self._evaluated > FORWARDS
+        if was_skipping and not ops.is_skipping:
+            self._flags["evaluation"] = None
+            ops.mark_unseen()
 
     @_guarded
     def _after_call(self, model: nn.Module, given: Any) -> None:
@@ -430,13 +444,20 @@ class Watch:
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
                 name = names[id(parameter)]
                 self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
-        for parameter, state in optimizer.state.items():
-            for key, value in named_tensors(state):
-                name = f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}"
-                ops.mark(value, Category.OPTIMIZER_STATE, name)
+        self._mark_state(optimizer, names)
         self._stepped.add(id(optimizer))
         if self._stepped >= {*self._optimizers.keys()}:
             self._end_step(now)
+
+    def _mark_states(self) -> None:
+        for optimizer in self._optimizers.values():
+            self._mark_state(optimizer, self._names)
+
+    def _mark_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        for parameter, state in optimizer.state.items():
+            for key, value in named_tensors(state):
+                name = f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}"
+                self._ops.mark(value, Category.OPTIMIZER_STATE, name)
 
     def _mark_gradients(self, parameters: list[Tensor], names: Mapping[int, str]) -> None:
         for each in parameters:
@@ -562,7 +583,9 @@ class Watch:
         Frozen parts of a model that is trained, which a recomputation may call by themselves, are none.
         """
         found: dict[str, int] = {}
-        reached = self._backwards.ever_reached
+        reached = self._backwards.ever_reached | {
+            id(p) for each in self._made_optimizers for p in parameters_of(each)
+        }  # those of an optimizer that steps less often than others are trained too
         models = self._models_in_steps.values()
         trained = [parameters for _, _, parameters in models if not parameters.isdisjoint(reached)]
         for name, size_bytes, parameters in models:

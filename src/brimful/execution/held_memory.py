@@ -32,7 +32,7 @@ from brimful.batches import named_tensors, own_part, tensors_in
 from brimful.errors import SizeError
 from brimful.execution.setup import expands_segments
 from brimful.memory import HeldStorage
-from brimful.memory.at_error import KeptHistory, MemoryAtError
+from brimful.memory.at_error import KeptHistory, KeptResults, MemoryAtError
 from brimful.optimizers import parameters_of
 from brimful.torch_utils.forward_lines import line_of
 from brimful.torch_utils.graphs import ages_of, grad_fn_of, nodes_of, saved_by
@@ -107,6 +107,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         samples=seen.samples,
         kept=seen.kept,
         kept_bytes=seen.kept_bytes,
+        results=tuple(seen.results),
         evaluates_with_gradients=phase is Phase.EVALUATION and _builds_graph(frames),
         is_checkpointed=seen.is_checkpointed,
         expands_segments=expands_segments(),
@@ -359,6 +360,8 @@ class _Seen:
         for name, tensor in passed:
             if not tensor.requires_grad:
                 self._take(tensor, Category.INPUTS, name, None)
+        self.results: list[KeptResults] = []
+        """Names that hold results of earlier steps."""
         self.kept_bytes = self._take_saved()
         self.kept = tuple(self._keeping(named)) if self.kept_bytes else ()
         self._take_named(named)
@@ -582,12 +585,18 @@ class _Seen:
 
     def _take_named(self, named: _Named) -> None:
         for name, line, tensors in named:
+            of_earlier = before = 0
             for tensor in tensors:
-                if (node := self._by_node.get(_maker(tensor))) is not None:
+                node = self._by_node.get(_maker(tensor))
+                if node is not None and node.number >= self._first_node:
                     _, module, made_in = self._made(tensor, node)
                     self._take(tensor, Category.SAVED_TENSORS, name, module, made_in or line)
                 else:
-                    self._take(tensor, Category.OTHER_TENSORS, name, None, line)
+                    taken = self._take(tensor, Category.OTHER_TENSORS, name, None, line)
+                    of_earlier += taken if node is not None else 0
+                    before += node is not None
+            if before > 1:
+                self.results.append(KeptResults(name=name, line=line, count=before, held_bytes=of_earlier))
 
     def _take_rest(self) -> None:
         for tensor in self._objects.tensors:

@@ -65,6 +65,16 @@ class KeptHistory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResults:
+    """Results of earlier steps that a name of the user's code holds, without what their graphs saved."""
+
+    name: str
+    line: str
+    count: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryAtError:
     """What was asked for when memory ran out, and what held the rest.
 
@@ -114,6 +124,7 @@ class MemoryAtError:
     kept: tuple[KeptHistory, ...] = ()
     kept_bytes: int = 0
     """Saved tensors of earlier steps' graphs."""
+    results: tuple[KeptResults, ...] = ()
     evaluates_with_gradients: bool = False
     """Whether a model in evaluation mode builds a graph."""
     is_checkpointed: bool = False
@@ -284,6 +295,10 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         names = " and ".join(f"{each.name} ({each.line})" for each in found.kept) or "a variable"
         text = f"keep no graphs of earlier steps: add to {names} what has none, .detach() or .item()"
         yield _Change(text, _Bytes(found.kept_bytes, found.kept_bytes))
+    for each in found.results:
+        which = f"{each.name} ({each.line}), which has {each.count} results of earlier steps"
+        text = f"keep numbers (.item()) or .detach().cpu() in {which}"
+        yield _Change(text, _Bytes(each.held_bytes, each.held_bytes))
     if found.evaluates_with_gradients:
         text = "run the evaluation under torch.no_grad() or torch.inference_mode()"
         yield _Change(text, _Bytes(held[Category.SAVED_TENSORS], 0))

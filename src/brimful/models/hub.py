@@ -221,7 +221,7 @@ def _job_of_config(name: str, config: dict[str, Any]) -> Callable[..., Job]:
         raise UsageError(
             f"the configuration of {name} names {named}, "
             f"and a job is known for {', '.join(_KINDS)}. Give a brimful.Job with its loss and batch: "
-            "path/to/file.py:NAME."
+            "path/to/file.py:NAME. What brimful itself has written is shown by brimful report FILE."
         )
     kind, architecture = kinds[0]
     return _KINDS[kind](name, architecture, config)

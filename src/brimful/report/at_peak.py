@@ -36,11 +36,16 @@ def category_listing(place: str, breakdown: Iterable[tuple[Category, int]], peak
     """What each category holds."""
     whole = max(peak_bytes, 1)
     rows = tuple(
-        (category.replace("_", " "), format_bytes(held_bytes), Share(held_bytes / whole))
+        (category.replace("_", " "), format_bytes(held_bytes), Share(held_bytes / whole, place_of(category)))
         for category, held_bytes in breakdown
         if held_bytes or category is not Category.OTHER_TENSORS
     )
     return Listing(title=f"at the peak ({place})", line="    {:<16}{:>9}  {}", rows=rows, is_whole=True)
+
+
+def place_of(category: Category) -> int:
+    """The number of a category's colour."""
+    return [*Category].index(category)
 
 
 def block_listing(largest: Sequence[HeldStorage]) -> Listing:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 import math
-from itertools import cycle, groupby
+from itertools import groupby
 from string import Formatter
 
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone
@@ -97,15 +97,13 @@ def _listing(listing: Listing) -> str:
         for _, name, spec, _ in Formatter().parse(listing.line)
         if name is not None
     ]
-    colours = cycle(_COLOURS)
     lines = []
     if listing.heading:
         names = zip(listing.heading, aligned, strict=True)
         lines.append(_row(tuple(_cell(escaped(name), _FAINT, align=align) for name, align in names)))
     for cells in listing.rows:
-        colour = next(colours) if listing.is_whole else _COLOURS[0]
         shown = (
-            _share(cell, colour) if isinstance(cell, Share) else _text(cell, align)
+            _share(cell) if isinstance(cell, Share) else _text(cell, align)
             for cell, align in zip(cells, aligned, strict=True)
         )
         lines.append(_row(tuple(shown)))
@@ -127,16 +125,18 @@ def _text(text: str, align: str) -> str:
 def _whole(listing: Listing) -> str:
     """The shares of a listing as one bar, in the colours of their rows."""
     shares = [cell for cells in listing.rows for cell in cells if isinstance(cell, Share)]
-    parts = [
-        (_percent(share), colour) for share, colour in zip(shares, cycle(_COLOURS), strict=False) if share > 0
-    ]
+    parts = [(_percent(share), _colour(share)) for share in shares if share > 0]
     return f'<div style="max-width:36em;margin:2px 0">{_track(parts, 100)}</div>'
 
 
-def _share(share: Share, colour: str) -> str:
+def _colour(share: Share) -> str:
+    return _COLOURS[share.place % len(_COLOURS)]
+
+
+def _share(share: Share) -> str:
     """A cell that is filled in proportion to a share, in the colour of the share in the bar of the whole."""
     width = max(1.4 * _percent(share), 1) if share > 0 else 0
-    box = f"width:{width:.1f}px;height:10px;margin-top:5px;background:{colour}"
+    box = f"width:{width:.1f}px;height:10px;margin-top:5px;background:{_colour(share)}"
     return _cell(f'<div style="{box}"></div>', "min-width:140px")
 
 

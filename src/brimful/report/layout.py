@@ -24,7 +24,17 @@ _NO_BREAK = "\u00a0"
 
 
 class Share(float):
-    """A part of a whole, from 0 to 1; as text a bar."""
+    """A part of a whole, from 0 to 1; as text a bar. `place` decides its colour: that of a category is the same
+    wherever it is drawn.
+    """
+
+    place: int
+
+    def __new__(cls, fraction: float, place: int = 0) -> Share:
+        """A part, with the number of its colour."""
+        self = super().__new__(cls, fraction)
+        self.place = place
+        return self
 
     def __str__(self) -> str:
         return "█" * round(min(max(float(self), 0.0), 1.0) * _BAR_CELLS)

@@ -76,7 +76,7 @@ def tensors_of_names(
                 for shown, held, written in _of_name(name, value, is_meant):
                     if shown not in found and (tensors := _tensors(held, own)):
                         found.add(shown)
-                        yield shown, _line(file, written), held, tensors
+                        yield shown, _line(frame.f_code, written), held, tensors
         frame = frame.f_back
 
 
@@ -184,14 +184,20 @@ def _is_state(value: Any) -> bool:
 
 
 @cache
-def _line(file: str, name: str) -> str:
-    """The line that adds to a name, or else that assigns it; the file alone if neither is found."""
+def _line(code: CodeType, name: str) -> str:
+    """The line that adds to a name, or else that assigns it; the file alone if neither is found.
+
+    Lines of the running code count before others of its file.
+    """
+    file = code.co_filename
     lines = linecache.getlines(file)  # which has those of a notebook's cells too
-    shown = shown_file(file)
-    own = rf"(?<![\w.]){re.escape(name)}"
+    own_lines = [number for _, _, number in code.co_lines() if number is not None]
+    first, last = min(own_lines, default=1), max(own_lines, default=0)
+    ordered = [*range(first, min(last, len(lines)) + 1), *range(1, first), *range(last + 1, len(lines) + 1)]
+    shown, own = shown_file(file), rf"(?<![\w.]){re.escape(name)}"
     adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")
     for change in (*adding, r"\s*=[^=]"):
-        for number, text in enumerate(lines, start=1):
-            if re.search(f"{own}{change}", text):
+        for number in ordered:
+            if number <= len(lines) and re.search(f"{own}{change}", lines[number - 1]):
                 return f"{shown}:{number}"
     return shown

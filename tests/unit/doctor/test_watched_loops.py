@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -279,3 +280,107 @@ def test_samples_are_those_of_arguments_not_of_variables() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, bf.explain_out_of_memory():
         Positions()(torch.randn(8, WIDTH))
     assert "128" not in raised.value.__notes__[0].partition("what to change")[2]
+
+
+def test_what_an_evaluation_between_recorded_steps_leaves_is_counted_and_found() -> None:
+    model, x = net(), torch.randn(64, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    results = list[Tensor]()
+
+    def epoch(_index: int) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()
+            for _ in range(20):
+                results.append(model(x))
+            model.train()
+
+    evidence = watched(epoch, steps=3)
+    assert [each.name for each in evidence.gathered] == ["results"]
+    assert watched_document(evidence)["peak_bytes"] >= 40 * 64 * 4 * 4
+    assert "its own peak may be higher" in watched_text(evidence)
+    assert results
+
+
+def test_a_model_that_steps_less_often_is_trained() -> None:
+    generator, critic, x = net(), net(), torch.randn(512, WIDTH)
+    often = torch.optim.SGD(critic.parameters(), 1e-3)
+    seldom = torch.optim.SGD(generator.parameters(), 1e-3)
+
+    def step(index: int) -> None:
+        (critic(x).mean() - generator(x).detach().mean()).backward()
+        often.step()
+        critic.zero_grad()
+        if index == 5:
+            generator(x).mean().backward()
+            seldom.step()
+
+    assert "untrained-model" not in checks_of(watched(step))
+
+
+def test_results_that_a_list_keeps_are_to_be_numbers_or_on_the_host() -> None:
+    model, x, kept = net(), torch.randn(256, WIDTH), list[Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        scores = model(x)
+        scores.mean().backward()
+        optimizer.step()
+        kept.append(scores)
+
+    (found,) = (each for each in findings(watched(step)) if each.check == "history-kept")
+    assert ".detach().cpu()" in found.change
+    assert kept
+
+
+def test_results_of_earlier_steps_are_named_where_memory_runs_out() -> None:
+    model, x, kept = net(), torch.randn(256, WIDTH), list[Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def loop() -> None:
+        for step in range(5):
+            scores = model(x)
+            if step == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 KiB.")
+            scores.mean().backward()
+            optimizer.step()
+            kept.append(scores)
+
+    with pytest.raises(torch.OutOfMemoryError) as raised, bf.explain_out_of_memory():
+        loop()
+    note = raised.value.__notes__[0]
+    line = loop.__code__.co_firstlineno + 7
+    assert re.search(rf"in kept \(.*test_watched_loops.py:{line}\), which has 4 results of earlier steps", note)
+
+
+def test_on_a_machine_with_a_gpu_a_model_on_the_host_is_watched_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+    model, x = net(), torch.randn(256, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        model(x).mean().backward()
+        optimizer.step()
+
+    evidence = watched(step)
+    assert evidence.trace.device_kind == "cpu"
+    categories = watched_document(evidence)["categories"]
+    assert categories["parameters"] == sum(each.nbytes for each in model.parameters())
+    assert evidence.step_seconds is not None
+
+
+def test_what_is_there_beside_the_model_is_counted() -> None:
+    beside = torch.ones(1 << 18)
+
+    with Watch() as watch:
+        made = torch.ones(1 << 18)
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in range(3):
+            model(torch.randn(8, WIDTH)).mean().backward()
+            optimizer.step()
+    assert watched_document(watch.evidence())["categories"]["other_tensors"] == 1 << 20
+    assert made.numel() == beside.numel()

@@ -163,7 +163,7 @@ def test_a_run_has_curves_and_what_was_predicted_beside_what_was_measured() -> N
     _, result = train(make_job(), steps=4)
     page = Page(page_html(run_page(result, None)))
     charts = json.loads(page.scripts[0])
-    assert charts[0]["series"] == [{"label": "loss", "values": list(result.losses)}]
+    assert charts[0]["series"] == [{"label": "loss", "values": list(result.losses), "colour": 0}]
     assert [each["label"] for each in charts[-1]["series"]] == ["step", "waiting for data"]
     assert "measured" in page.words
 

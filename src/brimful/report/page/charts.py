@@ -41,6 +41,8 @@ class Series:
     label: str
     values: tuple[float | None, ...]
     """None where it is not known."""
+    colour: int | None = None
+    """Number of its colour; None for its place among the series."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,17 @@ class Chart:
     details: tuple[str, ...] = ()
     """Lines on each point; empty for none."""
 
+    @property
+    def colours(self) -> tuple[int, ...]:
+        """Numbers of the colours of the series."""
+        return tuple(at if each.colour is None else each.colour for at, each in enumerate(self.series))
+
     def drawn(self) -> dict[str, Any]:
         """What the script draws, as JSON can hold it."""
-        series = [{"label": each.label, "values": list(map(_finite, each.values))} for each in self.series]
+        series = [
+            {"label": each.label, "values": list(map(_finite, each.values)), "colour": colour}
+            for each, colour in zip(self.series, self.colours, strict=True)
+        ]
         return {
             "x": list(self.x),
             "xUnit": self.x_unit,

@@ -14,7 +14,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from itertools import count
 
 from brimful.report.html import escaped, parts_html
 from brimful.report.layout import Part
@@ -164,8 +163,8 @@ def _chart(chart: Chart, number: int) -> str:
 
 
 def _legend(chart: Chart) -> str:
-    colours = zip(count(), chart.series, strict=False)
-    items = (f'<li><span class="swatch c{at}"></span>{escaped(each.label)}</li>' for at, each in colours)
+    colours = zip(chart.colours, chart.series, strict=True)
+    items = (f'<li><span class="swatch c{at % 7}"></span>{escaped(each.label)}</li>' for at, each in colours)
     return f'<ul class="legend">{"".join(items)}</ul>' if len(chart.series) > 1 else ""
 
 

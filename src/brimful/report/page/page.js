@@ -42,7 +42,7 @@
     const plot = figure.querySelector(".plot"), readout = figure.querySelector(".readout");
     const count = chart.series.length, resting = () => chart.mark ?? chart.x.length - 1;
     const lines = chart.series.map((_, number) => {
-      const place = chart.stacked ? count - 1 - number : number, colour = () => style(`--c${place % 7}`);
+      const place = chart.stacked ? count - 1 - number : number, colour = () => style(`--c${chart.series[place].colour % 7}`);
       const line = { stroke: colour, width: chart.stacked ? 0.5 : 2, points: { show: () => chart.x.length < 30 && !chart.stacked } };
       return chart.stacked ? { ...line, fill: colour, paths: uPlot.paths.stepped({ align: 1 }) } : line;
     });

@@ -12,7 +12,7 @@ from brimful.devices import Device
 from brimful.memory import ModuleShare, Moment, memory_timeline, predict_memory
 from brimful.planner import Plan
 from brimful.prediction import Estimate
-from brimful.report.at_peak import block_listing, category_listing, peak_place
+from brimful.report.at_peak import block_listing, category_listing, peak_place, place_of
 from brimful.report.layout import Part, Remark, Row
 from brimful.report.measurements import MeasuredSoFar, gauges, predicted_beside_measured
 from brimful.report.page.charts import Chart, Series, Unit, curve
@@ -313,7 +313,10 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
         x_label="allocations and frees",
         x=tuple(float(each.position) for each in timeline),
         unit=Unit.BYTES,
-        series=tuple(Series(label=category.replace("_", " "), values=column) for category, column in held),
+        series=tuple(
+            Series(label=category.replace("_", " "), values=column, colour=place_of(category))
+            for category, column in held
+        ),
         is_stacked=True,
         mark=peak,
         limit=None if limit is None else float(limit.size_bytes),
