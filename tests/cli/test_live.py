@@ -18,6 +18,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from helpers.command_line import keep_rates
+
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -84,6 +86,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """A script and a job, which wait until files are there; in the end all that they wait for is."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
+    keep_rates(tmp_path / "cache")
     yield tmp_path
     for name in ("go1", "go7", "go", "never"):
         (tmp_path / name).touch()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.command_line import brimful
+
 SCRIPT = """
 import hashlib, sys
 import torch
@@ -48,8 +50,9 @@ if __name__ == "__main__":
 """
 
 
-def ran(folder: Path, *command: str, **options: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **options}
+def ran(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A start of the interpreter; `brimful` is a fork of one that has loaded torch."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -73,13 +76,13 @@ def test_a_script_prints_computes_and_exits_as_it_does_alone(folder: Path) -> No
 
 def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
     alone = ran(folder, "-m", "train", "0")
-    watched = ran(folder, "-m", "brimful", "run", "-m", "train", "0")
+    watched = brimful(folder, "run", "-m", "train", "0")
     assert watched.stdout == alone.stdout
     assert watched.returncode == alone.returncode == 0
 
 
 def test_what_was_seen_is_written_as_json(folder: Path) -> None:
-    ran(folder, "-m", "brimful", "run", "--steps", "4", "--output", "seen.json", "train.py")
+    brimful(folder, "run", "--steps", "4", "--output", "seen.json", "train.py")
     seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
     assert seen["steps"] == 4
     parameters_bytes = (16 * 64 + 64 + 64 * 4 + 4) * 4
@@ -91,7 +94,7 @@ def test_what_was_seen_is_written_as_json(folder: Path) -> None:
 def test_memory_over_the_recorded_steps_is_written_for_other_viewers(folder: Path) -> None:
     """For both, with the peak of the report."""
     asked = ("--output=seen.json", "--timeline=steps.pickle", "--timeline=steps.json")
-    ran(folder, "-m", "brimful", "run", *asked, "train.py")
+    brimful(folder, "run", *asked, "train.py")
     peak_bytes = json.loads((folder / "seen.json").read_text(encoding="utf-8"))["peak_bytes"]
     events = json.loads((folder / "steps.json").read_text(encoding="utf-8"))["traceEvents"]
     assert max(sum(each["args"].values()) for each in events if each["ph"] == "C") == peak_bytes
@@ -104,7 +107,7 @@ def test_memory_over_the_recorded_steps_is_written_for_other_viewers(folder: Pat
 
 
 def test_a_timeline_of_another_kind_is_refused_before_the_script_starts(folder: Path) -> None:
-    refused = ran(folder, "-m", "brimful", "run", "--timeline=steps.png", "train.py")
+    refused = brimful(folder, "run", "--timeline=steps.png", "train.py")
     assert refused.returncode == 2
     assert refused.stdout == ""
     assert "--timeline steps.png: end the name in .pickle or in .json" in refused.stderr
@@ -121,7 +124,7 @@ def test_a_timeline_of_another_kind_is_refused_before_the_script_starts(folder: 
 def test_what_cannot_be_done_is_refused_before_the_script_starts(
     folder: Path, command: tuple[str, ...], message: str
 ) -> None:
-    refused = ran(folder, "-m", "brimful", *command)
+    refused = brimful(folder, *command)
     assert message in refused.stderr
     assert refused.stdout == ""
     assert refused.returncode == 2
@@ -132,7 +135,7 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> N
         "def main():\n    raise ValueError('no')\n\n\nmain()\n", encoding="utf-8"
     )
     alone = ran(tmp_path, str(tmp_path / "broken.py"))
-    watched = ran(tmp_path, "-m", "brimful", "run", str(tmp_path / "broken.py"))
+    watched = brimful(tmp_path, "run", str(tmp_path / "broken.py"))
     assert watched.returncode == alone.returncode == 1
     assert watched.stderr.startswith(alone.stderr)
     assert watched.stderr == alone.stderr
@@ -176,7 +179,7 @@ def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -
         encoding="utf-8",
     )
     alone = ran(tmp_path, "sub/script.py", "a")
-    watched = ran(tmp_path, "-m", "brimful", "run", "--output", "seen.json", "sub/script.py", "a")
+    watched = brimful(tmp_path, "run", "--output", "seen.json", "sub/script.py", "a")
     assert watched.stdout == alone.stdout
     assert "True beside ['sub/script.py', 'a']" in watched.stdout
     assert watched.returncode == alone.returncode == 1
@@ -191,7 +194,7 @@ def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
         "x.backward()\ndel x\nprint('done')\n",
         encoding="utf-8",
     )
-    watched = ran(tmp_path, "-m", "brimful", "run", "deep.py")
+    watched = brimful(tmp_path, "run", "deep.py")
     assert (watched.returncode, watched.stdout) == (0, "done\n"), watched.stderr[-500:]
     assert "watched" in watched.stderr
 
@@ -209,14 +212,14 @@ def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
     (folder / "watches.py").write_text(text, encoding="utf-8")
     (folder / "train.py").write_text(text.replace("with bf.watch():", "if True:"), encoding="utf-8")
     first = {name: "0" if value == "1" else value for name, value in variables.items()}
-    command = ("-m", "brimful", "run", "--output", "seen.json")
-    assert "watched" not in ran(folder, *command, "train.py", **variables).stderr
-    assert "watched" not in ran(folder, "watches.py", **variables).stderr
+    command = ("run", "--output", "seen.json")
+    assert "watched" not in brimful(folder, *command, "train.py", **variables).stderr
+    assert "watched" not in brimful(folder, "watches.py", is_script=True, **variables).stderr
     assert not (folder / "seen.json").exists()
-    failed = ran(folder, *command, "train.py", "0", "fails", **variables)
+    failed = brimful(folder, *command, "train.py", "0", "fails", **variables)
     assert ("watched 3" in failed.stderr, failed.returncode) == (True, 1)
     assert not (folder / "seen.json").exists()  # which the first rank writes
-    assert "watched 3" in ran(folder, *command, "train.py", **first).stderr
+    assert "watched 3" in brimful(folder, *command, "train.py", **first).stderr
     assert (folder / "seen.json").exists()
 
 
@@ -226,13 +229,13 @@ def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
         "import sys, train\nimport brimful.doctor.text as text\ntext.predict_memory = None\ntrain.main()\n",
         encoding="utf-8",
     )
-    watched = ran(folder, "-m", "brimful", "run", "breaking.py", "3")
+    watched = brimful(folder, "run", "breaking.py", "3")
     assert watched.returncode == 3
     assert "an error of brimful's own, please report it" in watched.stderr
 
 
 def test_there_is_no_such_script(tmp_path: Path) -> None:
-    watched = ran(tmp_path, "-m", "brimful", "run", "none.py")
+    watched = brimful(tmp_path, "run", "none.py")
     assert watched.returncode == 2
     assert "there is no file none.py" in watched.stderr
 

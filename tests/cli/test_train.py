@@ -92,6 +92,7 @@ RESULT_KEYS = {
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     (tmp_path / "jobs.py").write_text(JOBS)
+    command_line.keep_rates(tmp_path / "cache")
 
     def started(*arguments: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -241,20 +242,8 @@ def test_what_cannot_be_trained_is_told_before_it_is_planned(brimful, arguments,
 
 
 def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimful, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "brimful",
-        "plan",
-        "jobs:job",
-        *TRAIN,
-        "--budget",
-        "70%",
-        "--output",
-        "p.json",
-    ]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    asked = ("plan", "jobs:job", *TRAIN, "--budget", "70%", "--output", "p.json")
+    assert command_line.brimful(tmp_path, *asked).returncode == 0
     plan = json.loads((tmp_path / "p.json").read_text())
     done = brimful("jobs:job", "--plan", "p.json", "--steps", "4", "--run-dir", "run", "--json")
     assert done.returncode == 0, done.stderr

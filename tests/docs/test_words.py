@@ -55,15 +55,14 @@ def docstrings_and_comments(source: Path) -> Iterator[tuple[int, str]]:
         yield first, words
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
-def test_messages_use_the_words_that_people_search_for(source: Path) -> None:
-    assert [f"{line}: {text}" for line, text in messages(source) if AVOIDED.search(text)] == []
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
-def test_docstrings_and_comments_use_the_words_that_people_search_for(source: Path) -> None:
-    found = docstrings_and_comments(source)
-    assert [f"{line}: {text}" for line, text in found if AVOIDED.search(text)] == []
+def test_sources_use_the_words_that_people_search_for() -> None:
+    found = [
+        f"{source}:{line}: {text}"
+        for source in SOURCES
+        for line, text in (*messages(source), *docstrings_and_comments(source))
+        if AVOIDED.search(text)
+    ]
+    assert found == []
 
 
 ROOT = Path(__file__).parents[2]

@@ -9,28 +9,51 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
+from brimful.profiling.calibrate import CACHE_FILE, cache_path, calibrate_cpu
 from helpers.forked_commands import Command, as_case
 
 _SECONDS = 300
 
 
-def brimful(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `brimful` with some arguments says and returns, run in a folder with a cache of its own."""
+def brimful(
+    folder: Path, *arguments: str, is_script: bool = False, is_measured: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What `brimful` with some arguments says and returns, run in a folder with a cache of its own.
+
+    Args:
+        folder: The working directory.
+        *arguments: Of the command.
+        is_script: Whether the first is a script that Python runs without `brimful`.
+        is_measured: Whether the cache has this machine's rates.
+        **variables: Of the environment, beside this process's.
+    """
+    if is_measured:
+        keep_rates(folder / "cache")
     with tempfile.TemporaryDirectory() as outputs:
+        own = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
         command = Command(
-            arguments=arguments,
-            environment={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
+            arguments=arguments, is_script=is_script, environment={**os.environ, **own, **variables}
         )
         case = as_case(command, folder=str(folder), outputs=outputs, seconds=_SECONDS)
         status = _server().run(case)
         out, err = ((Path(outputs) / f"0.{name}").read_text() for name in ("out", "err"))
     return subprocess.CompletedProcess(list(arguments), status, out, err)
+
+
+def keep_rates(cache: Path) -> None:
+    """Copy this machine's rates to a cache that has none; a command would measure them, for ten seconds."""
+    kept = cache / "brimful" / CACHE_FILE
+    if not kept.exists():
+        calibrate_cpu()
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(cache_path(), kept)
 
 
 class _Server:

@@ -1,22 +1,27 @@
 """Several commands at the cost of one start: each in a fork of a process that has loaded torch.
 
 A fork has standard streams of its own and ends as any process does: it flushes them, calls what is registered
-for its exit, and returns its status.
+for its exit, and returns its status. One that is served does not clear the interpreter after that.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from typing import NoReturn
 
 _LOADED = (
@@ -25,6 +30,11 @@ _LOADED = (
     *("typer._adapters", "numpy.ma"),
 )
 """What most commands import, at their first capture if not before."""
+_OF_OTHERS = (
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")),
+    *("tokenizers", "deepspeed", "bitsandbytes", "torchao", "PIL.Image"),
+)
+"""What commands import that build models of other libraries, where it is installed."""
 
 KEPT, FULL, CLOSED, UNREAD = "kept", "full", "closed", "unread"
 """Where a stream goes: to a file that is returned, a full disk, nowhere, a pipe whose reader is gone."""
@@ -32,9 +42,10 @@ KEPT, FULL, CLOSED, UNREAD = "kept", "full", "closed", "unread"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What `brimful` is called with."""
+    """What `brimful` is called with, or a script and its arguments that Python runs."""
 
     arguments: Sequence[str]
+    is_script: bool = False
     stdout: str = KEPT
     stderr: str = KEPT
     environment: dict[str, str] = field(default_factory=dict)
@@ -98,8 +109,11 @@ def _carry_out(number: int, case: dict, outputs: Path) -> NoReturn:
     """Be the command, from here to its end."""
     for descriptor, name in ((1, "out"), (2, "err")):
         _redirect(descriptor, case[f"std{name}"], str(outputs / f"{number}.{name}"))
-    sys.argv = ["brimful", *case["arguments"]]
+    sys.argv = [*([] if case["is_script"] else ["brimful"]), *case["arguments"]]
     _make_streams(case)
+    if case["is_script"]:
+        run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
 
     from brimful.cli.app import main
 
@@ -153,7 +167,27 @@ def _carry_out_apart(case: dict) -> NoReturn:
     sys.path[0] = case["folder"]
     reader = os.open(os.devnull, os.O_RDONLY)
     os.dup2(reader, 0)
-    _carry_out(0, case, Path(case["outputs"]))
+    status = 1
+    try:
+        _carry_out(0, case, Path(case["outputs"]))
+    except SystemExit as ended:
+        status = _status_of(ended.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        os._exit(status)  # clearing all modules would take most of the time of a short command
+
+
+def _status_of(code: object) -> int:
+    """The exit status that `sys.exit` with a code means, whose text it prints."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
 
 
 def _status_within(pid: int, seconds: float) -> int | None:
@@ -173,6 +207,11 @@ def _main() -> None:
     sys.path[0] = str(Path.cwd())
     for name in _LOADED:
         import_module(name)
+    with redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in _OF_OTHERS:
+            with suppress(ImportError):
+                import_module(name)
 
     gc.freeze()  # a fork need not look through what is loaded as it ends
     if sys.argv[1:] == ["serve"]:

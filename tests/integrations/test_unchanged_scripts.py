@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.command_line import brimful
+
 TRAINER = """
 import hashlib, sys, tempfile
 import torch
@@ -122,6 +124,7 @@ print(loss.item())
 
 
 def ran(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A start of the interpreter; `brimful` is a fork of one that has loaded torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
@@ -162,7 +165,7 @@ def test_the_check_of_a_divided_batch_is_not_seen(tmp_path: Path) -> None:
     divided = TRAINER.replace("per_device_train_batch_size=1", "per_device_train_batch_size=8")
     assert divided != TRAINER
     (tmp_path / "train.py").write_text(divided, encoding="utf-8")
-    run = ran(tmp_path, "-m", "brimful", "run", "--budget", "6MiB", "--output", "seen.json", "train.py")
+    run = brimful(tmp_path, "run", "--budget", "6MiB", "--output", "seen.json", "train.py")
     assert re.search(r"plan +fp32, micro-batch [124] × ", run.stderr), run.stderr
     seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert seen["findings"] == []
@@ -171,7 +174,7 @@ def test_the_check_of_a_divided_batch_is_not_seen(tmp_path: Path) -> None:
 
 def test_a_trainer_that_does_not_fit_does_not_train(trainer_script: Path) -> None:
     """Whatever errors of training the script catches."""
-    refused = ran(trainer_script.parent, "-m", "brimful", "run", "--budget", "100KiB", "train.py")
+    refused = brimful(trainer_script.parent, "run", "--budget", "100KiB", "train.py")
     assert "InfeasibleError: no plan fits 100 KiB on cpu" in refused.stderr
     assert "would fit: a budget of" in refused.stderr
     assert "Traceback" not in refused.stderr
@@ -181,7 +184,7 @@ def test_a_trainer_that_does_not_fit_does_not_train(trainer_script: Path) -> Non
 
 
 def test_a_trainer_is_planned_for_a_gpu_that_is_not_here(trainer_script: Path) -> None:
-    planned = ran(trainer_script.parent, "-m", "brimful", "run", "--device", "RTX 3090", "train.py")
+    planned = brimful(trainer_script.parent, "run", "--device", "RTX 3090", "train.py")
     assert "GPT2LMHeadModel on RTX 3090, global batch 2, budget 22.4 GiB" in planned.stderr
     assert "baseline" in planned.stderr
     assert "watched" not in planned.stderr
@@ -201,23 +204,23 @@ def test_a_lightning_module_trains_to_the_same_weights_inside_the_budget(tmp_pat
     assert "units recomputed" in planned.stderr
     seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert seen["peak_bytes"] <= 3.3 * 2**20  # without the copies by which a step could be undone
-    refused = ran(tmp_path, "-m", "brimful", "run", "--budget", "1MiB", "fit.py")
+    refused = brimful(tmp_path, "run", "--budget", "1MiB", "fit.py")
     assert "InfeasibleError: no plan fits 1 MiB on cpu" in refused.stderr
     assert refused.stdout == ""
     assert refused.returncode == 1
-    elsewhere = ran(tmp_path, "-m", "brimful", "run", "--device", "RTX 3090", "--budget", "4GiB", "fit.py")
+    elsewhere = brimful(tmp_path, "run", "--device", "RTX 3090", "--budget", "4GiB", "fit.py")
     assert "Classifier on RTX 3090, global batch 256, budget 4 GiB" in elsewhere.stderr
     assert (elsewhere.stdout, elsewhere.returncode) == ("", 0)
 
 
 def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP, encoding="utf-8")
-    alone = ran(tmp_path, "loop.py")
-    planned = ran(tmp_path, "-m", "brimful", "run", "--budget", "60%", "loop.py")
+    alone = brimful(tmp_path, "loop.py", is_script=True)
+    planned = brimful(tmp_path, "run", "--budget", "60%", "loop.py")
     assert planned.stdout == alone.stdout
     assert "no plan was applied, and the script runs outside of the budget of 60%" in planned.stderr
     assert "loop.py:18 steps an optimizer of its own" in planned.stderr
-    elsewhere = ran(tmp_path, "-m", "brimful", "run", "--device", "RTX 3090", "loop.py")
+    elsewhere = brimful(tmp_path, "run", "--device", "RTX 3090", "loop.py")
     assert (
         "has stepped an optimizer of its own: what is around its steps cannot be captured" in elsewhere.stderr
     )
@@ -231,7 +234,7 @@ def test_the_lines_for_a_loop_of_the_script_s_own_plan_it(tmp_path: Path) -> Non
     (tmp_path / "written.py").write_text(
         written.replace("loss.item()", "outcome.loss.item()"), encoding="utf-8"
     )
-    done = ran(tmp_path, "written.py")
+    done = brimful(tmp_path, "written.py", is_script=True)
     assert done.returncode == 0, done.stderr
     *settings, loss = done.stdout.splitlines()
     assert "units recomputed" in settings[0]
@@ -246,6 +249,6 @@ def test_nothing_is_imported_for_a_script_that_trains_nothing(tmp_path: Path) ->
     run = ran(tmp_path, "-m", "brimful", "run", "--budget", "1GiB", "nothing.py")
     assert run.stdout == "[]\n"
     assert "no plan was applied: nothing was trained" in run.stderr
-    refused = ran(tmp_path, "-m", "brimful", "run", "--budget", "1XB", "nothing.py")
+    refused = brimful(tmp_path, "run", "--budget", "1XB", "nothing.py")
     assert "'1XB' has the unit 'XB'" in refused.stderr
     assert (refused.stdout, refused.returncode) == ("", 2)

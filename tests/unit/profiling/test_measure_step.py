@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,8 +269,18 @@ def test_a_measurement_beside_other_work_says_so(
     make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the system: the main thread waits for a processor for nearly as long as it can."""
-    start = time.perf_counter()
-    monkeypatch.setattr(timing, "_waited_seconds", lambda: {"1": 0.9 * (time.perf_counter() - start), "2": 5.0})
+    read: list[float] = []
+
+    def clock() -> float:
+        read.append(time.perf_counter())
+        return read[-1]
+
+    def waited() -> dict[str, float]:
+        """By the clock as it was read: this test may itself have to wait in between."""
+        return {"1": 0.9 * (read[-1] - read[0]) if read else 0.0, "2": 5.0}
+
+    monkeypatch.setattr(timing, "time", SimpleNamespace(**vars(time) | {"perf_counter": clock}))
+    monkeypatch.setattr(timing, "_waited_seconds", waited)
     measured = measure_step(make(), Settings(micro_batch_size=8), steps=3)
     assert measured.core_wait_fraction == pytest.approx(0.9, abs=0.02)
     assert re.search(r"busy machine +other work .* waited for one [89]\d% of the time", str(measured))

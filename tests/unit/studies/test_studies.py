@@ -45,8 +45,13 @@ def by_label(result: StudyResult) -> dict[str, StudyRow]:
     return {row.label: row for row in result.rows}
 
 
+@pytest.fixture(scope="module")
+def vgg16() -> StudyResult:
+    return run_study(STUDIES["vgg16"])
+
+
 def test_accumulation_loses_accuracy_under_batch_norm_and_not_under_group_norm() -> None:
-    rows = by_label(run_study(STUDIES["batch-norm"], runs_small=True))
+    rows = by_label(run_study(small_scale(STUDIES["batch-norm"]), runs_small=True))
     accuracy = {label: row.small.accuracy for label, row in rows.items() if row.small}
     assert accuracy["GroupNorm, 32"] > 0.95
     assert accuracy["GroupNorm, 2 × 16"] == pytest.approx(accuracy["GroupNorm, 32"], abs=0.01)
@@ -104,8 +109,8 @@ def test_each_row_is_predicted(name: str) -> None:
     assert STUDIES[name].conclusion in str(result)
 
 
-def test_predictions_stand_beside_published_figures() -> None:
-    result = run_study(STUDIES["vgg16"])
+def test_predictions_stand_beside_published_figures(vgg16: StudyResult) -> None:
+    result = vgg16
     whole, segments = result.rows
     assert whole.today is not None
     assert whole.as_published is not None
@@ -155,15 +160,14 @@ def test_a_loop_that_cannot_be_predicted_is_not_replaced_by_another_prediction()
     assert result.peak_errors() == (None,)
 
 
-def test_a_device_that_is_given_is_used_as_it_is() -> None:
+def test_a_device_that_is_given_is_used_as_it_is(vgg16: StudyResult) -> None:
     study = STUDIES["vgg16"]
     own = replace(find_device(study.device), context_bytes=10 * 2**20)
     result = run_study(replace(study, cases=study.cases[:1]), own)
-    usual = run_study(replace(study, cases=study.cases[:1]))
     assert result.rows[0].today is not None
-    assert usual.rows[0].today is not None
+    assert vgg16.rows[0].today is not None
     difference = (
-        usual.rows[0].today.predicted_peak_device_bytes - result.rows[0].today.predicted_peak_device_bytes
+        vgg16.rows[0].today.predicted_peak_device_bytes - result.rows[0].today.predicted_peak_device_bytes
     )
     assert difference == find_device(study.device).context_bytes - own.context_bytes
 

@@ -27,6 +27,9 @@ def test_the_next_batch_is_read_while_one_is_used_and_no_more_than_that():
     batches = read_ahead(range(5), reading, CPU)
     assert read == []
     assert next(batches) == 0
+    deadline = time.monotonic() + 20
+    while len(read) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
     time.sleep(0.05)
     assert read == [0, 1]
     assert list(batches) == [1, 2, 3, 4]
