@@ -117,12 +117,13 @@ def test_a_number_becomes_the_fake_that_torch_makes_of_it(data: float) -> None:
     with FakeTensorMode() as mode:
         expected: Any = aten.lift_fresh.default(real)
         made: Any = FakeRunner(None).run(info, aten.lift_fresh.default, (real,), {}).out  # type: ignore[arg-type]
-        assert described(made) == described(expected)
-        assert made.constant.item() == expected.constant.item() == data
-        assert made.constant is not real
-        assert {**made.__dict__, "constant": None} == {**expected.__dict__, "constant": None}
-        made.copy_(torch.empty(()))  # a number that is written over is not known
-        assert made.constant is None
+    assert described(made) == described(expected)
+    assert made.constant.item() == expected.constant.item() == data
+    assert made.constant is not real
+    assert {**made.__dict__, "constant": None} == {**expected.__dict__, "constant": None}
+    with mode:  # a number that is written over is not known
+        made.copy_(torch.empty(()))
+    assert made.constant is None
     assert made.fake_mode is mode
 
 
