@@ -53,7 +53,7 @@ class FakeRunner:
         return type(out)(self._wrapper.fake(mode, view, device) for view in out)
 
     def _number(self, real: Tensor) -> Tensor | None:
-        """The fake of a number that `torch.tensor` made, as the mode in force makes it, in a fraction of the time.
+        """The fake of a number that `torch.tensor` made, as the mode in force makes it, but without its checks.
 
         An optimizer makes one for each parameter. None for other tensors.
 
