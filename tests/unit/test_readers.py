@@ -156,6 +156,7 @@ RUNNERS = {
         "exec": "the same",
         "run_module": "the module that the user names to `brimful run -m`",
     },
+    "models/huggingface.py": {"import_module": "transformers, and two modules that it imports"},
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

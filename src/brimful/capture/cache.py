@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from brimful.capture.cautious import CautiousCapture
+from brimful.capture.fakes.cache import results_shared
 from brimful.capture.repeats import RepeatedBlocks
 from brimful.capture.step import capture_short_step
 from brimful.capture.updates import SharedUpdates
@@ -91,6 +92,7 @@ class CachedCapture:
 
     def __enter__(self) -> Self:
         self._exit.enter_context(without_garbage_collection())
+        self._exit.enter_context(results_shared())
         self._exit.callback(self._traces.clear)  # before collection is on again
         return self
 

@@ -26,7 +26,7 @@ from brimful.codec import parse_json, read_regular_file
 from brimful.errors import UsageError, nearest_names
 from brimful.job import Batch, Job
 from brimful.models.checks import check_range, checked_size
-from brimful.models.huggingface import attention, own_loss
+from brimful.models.huggingface import attention, import_transformers, own_loss
 from brimful.models.resized import resized
 from brimful.utils.files import is_directory, is_file
 
@@ -242,7 +242,7 @@ def _built(
     """
 
     def build() -> nn.Module:
-        transformers = _transformers(name)
+        transformers = import_transformers(name)
         given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
         given |= {key: value for key, value in changes.items() if value is not None}
         made = transformers.AutoConfig.for_model(**{**given, "use_cache": False})
@@ -275,20 +275,10 @@ def _is_causal(architecture: str) -> bool:
     return architecture.endswith(("ForCausalLM", "GPT2LMHeadModel"))
 
 
-def _transformers(name: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"{name} is built with transformers, which is not installed: pip install transformers."
-        ) from error
-    return transformers
-
-
 def _full_config(name: str, config: Mapping[str, Any]) -> Any:
     """The configuration with the defaults of its class."""
     given = {key: value for key, value in config.items() if key not in ("architectures", "auto_map")}
-    transformers = _transformers(name)
+    transformers = import_transformers(name)
     if given["model_type"] not in transformers.CONFIG_MAPPING:
         raise UsageError(
             f"{name} has the model_type {given['model_type']!r}, which transformers {transformers.__version__} "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from brimful.errors import UsageError
@@ -38,13 +40,7 @@ def build_model(name: str, published: Published, *, without: tuple[str, ...] = (
     it is None; hyper-parameters in `without` are None. `name` is for errors: UsageError if transformers is not
     installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"{name} is built with transformers, which is not installed: pip install transformers."
-        ) from error
-
+    transformers = import_transformers(name)
     changed = {option: value for option, value in changes.items() if value is not None}
     config = getattr(transformers, published.config_class)(
         **(published.config | changed | dict.fromkeys(without)),
@@ -55,6 +51,53 @@ def build_model(name: str, published: Published, *, without: tuple[str, ...] = (
         # what transformers falls back to, with a warning, as "GPT2LMHeadModel" does not name its loss
         model.loss_type = "ForCausalLM"
     return model
+
+
+_IMPORTED_WHEN_CALLED = {
+    "scipy.optimize": ("linear_sum_assignment",),
+    "torchao.prototype.safetensors.safetensors_support": ("flatten_tensor_state_dict",),
+}
+"""Functions that transformers imports with any model: for losses of detectors, and to save quantised weights.
+SciPy and torchao take as long to import as all that a model of language needs. Source: transformers.loss,
+transformers.quantizers.quantizer_torchao (checked: 5.23)."""
+
+
+class _Later(ModuleType):
+    """Stands for a module while others import functions of it; these import the module when they are called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `inspect` asks all modules for their files
+            raise AttributeError(name)
+        if name not in _IMPORTED_WHEN_CALLED[self.__name__]:  # another thread wants it
+            sys.modules.pop(self.__name__, None)
+            return getattr(import_module(self.__name__), name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(self.__name__), name)(*args, **kwargs)
+
+        return call
+
+
+def import_transformers(name: str) -> Any:
+    """transformers, with what all models share, but without SciPy and torchao until their functions are called.
+
+    `name` is for errors: UsageError if transformers is not installed.
+    """
+    try:
+        transformers = import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f"{name} is built with transformers, which is not installed: pip install transformers."
+        ) from error
+    stand_ins = {each: _Later(each) for each in _IMPORTED_WHEN_CALLED if each not in sys.modules}
+    sys.modules.update(stand_ins)
+    try:
+        import_module("transformers.modeling_utils")
+    finally:
+        for each, stand_in in stand_ins.items():
+            if sys.modules.get(each) is stand_in:
+                del sys.modules[each]
+    return transformers
 
 
 def own_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from brimful.capture.fakes.cache import FakeCache
+from brimful.capture.fakes.cache import FakeCache, results_shared
 from brimful.capture.fakes.wrapper import Wrapper
+from brimful.capture.recording.op_info import describe_op
+from brimful.capture.recording.runner import FakeRunner
 
 aten = torch.ops.aten
 
@@ -90,6 +92,39 @@ def test_ops_without_tensors_are_remembered_within_their_fake_mode_where_their_t
         assert first.cached is second.cached is not None
         assert results.run(aten.zeros.default, ([3],), {}).cached is None
     assert type(results.run(aten.zeros.default, ([3],), {"dtype": torch.int64}).out) is Tensor
+
+
+def test_captures_share_results_while_that_is_asked_for_each_in_its_own_mode() -> None:
+    def result_in(mode: FakeTensorMode) -> Any:
+        with mode:
+            return FakeCache().run(aten.relu.default, (torch.empty(2, 3),), {})
+
+    first, second = FakeTensorMode(), FakeTensorMode()
+    with results_shared():
+        known, again = result_in(first), result_in(second)
+        with results_shared():
+            assert result_in(second).cached is known.cached
+    assert again.cached is known.cached is not None
+    assert (known.out.fake_mode, again.out.fake_mode) == (first, second)
+    assert described(known.out) == described(again.out)
+    assert result_in(first).cached is not known.cached
+
+
+@pytest.mark.parametrize("data", [0.0, 3, True])
+def test_a_number_becomes_the_fake_that_torch_makes_of_it(data: float) -> None:
+    real = torch.tensor(data)
+    info = describe_op(aten.lift_fresh.default, ())
+    with FakeTensorMode() as mode:
+        expected: Any = aten.lift_fresh.default(real)
+        made: Any = FakeRunner(None).run(info, aten.lift_fresh.default, (real,), {}).out  # type: ignore[arg-type]
+    assert described(made) == described(expected)
+    assert made.constant.item() == expected.constant.item() == data
+    assert made.constant is not real
+    assert {**made.__dict__, "constant": None} == {**expected.__dict__, "constant": None}
+    with mode:  # a number that is written over is not known
+        made.copy_(torch.empty(()))
+    assert made.constant is None
+    assert made.fake_mode is mode
 
 
 def test_a_wrapped_tensor_is_as_torchs_own_constructor_makes_it() -> None:

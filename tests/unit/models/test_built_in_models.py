@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -209,3 +211,21 @@ def test_a_real_step_of_one_sample_gives_a_finite_loss_and_gradients(name, optio
 def test_a_batch_has_the_samples_asked_for(name):
     entries = find_architecture(name).batch(3).values()
     assert {len(entry) for entry in entries} == {3}
+
+
+def test_scipy_and_torchao_are_imported_when_their_functions_are_called() -> None:
+    code = (
+        "import sys\n"
+        "from brimful.models.huggingface import _IMPORTED_WHEN_CALLED, import_transformers\n"
+        "transformers = import_transformers('a model')\n"
+        "transformers.BertForSequenceClassification\n"
+        "assert not {'scipy', 'torchao', *_IMPORTED_WHEN_CALLED} & sys.modules.keys()\n"
+        "from transformers.loss.loss_for_object_detection import linear_sum_assignment\n"
+        "rows, columns = linear_sum_assignment([[1, 2], [1, 4]])\n"
+        "assert [*rows] == [0, 1] and [*columns] == [1, 0]\n"
+        "from scipy import optimize\n"
+        "assert optimize.minimize"
+    )
+    for name in ("scipy", "torchao", "transformers"):
+        pytest.importorskip(name)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,8 @@
 """The results of ops on fake tensors, cached by the shapes of their arguments.
 
-A step runs the same ops on the same shapes repeatedly, once for each block of a model. Fake tensors have a
-cache too, but its keys distinguish more cases than a capture needs, and computing them takes most of its time.
+A step runs the same ops on the same shapes repeatedly, once for each block of a model, and captures of one
+search do again. Fake tensors have a cache too, but its keys distinguish more cases than a capture needs, and
+computing them takes most of its time.
 
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction`,
 `torch._C._DisableTorchDispatch` (checked: torch 2.13; the first two in 2.11 too).
@@ -9,12 +10,13 @@ Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.Disable
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from brimful.capture.fakes.wrapper import Wrapper
 
@@ -30,12 +32,11 @@ class _Fresh(NamedTuple):
 class CachedResult:
     """The cached results of equal calls, and their work."""
 
-    __slots__ = ("_device", "_made", "_mode", "work")
+    __slots__ = ("_device", "_made", "work")
 
-    def __init__(self, made: tuple[_Fresh | int | None, ...] | None, like: FakeTensor) -> None:
+    def __init__(self, made: tuple[_Fresh | int | None, ...] | None, device: torch.device) -> None:
         self._made = made  # None: they write to their first argument and return it
-        self._mode = like.fake_mode
-        self._device = like.fake_device
+        self._device = device
         self.work: Any = None
         """`OpWork` of all equal calls, once it is computed; None where it is not the same for all."""
 
@@ -50,6 +51,25 @@ class OpResult(NamedTuple):
     """The cache's entry for equal calls; None if the result is not cached."""
 
 
+_shared: dict[Hashable, CachedResult] | None = None
+"""What captures share while `results_shared` is open."""
+
+
+@contextmanager
+def results_shared() -> Iterator[None]:
+    """Let captures share the results of ops while the context is open; only one thread captures at a time.
+
+    The captures have the same corrections of what ops return: those of one call of the public functions do,
+    between which code may register other kernels.
+    """
+    global _shared
+    before, _shared = _shared, {} if _shared is None else _shared
+    try:
+        yield
+    finally:
+        _shared = before
+
+
 class FakeCache:
     """The results of ops that only make new tensors, and of those that only write over their first argument.
 
@@ -59,7 +79,7 @@ class FakeCache:
 
     def __init__(self, wrapper: Wrapper | None = None) -> None:
         self._wrapper = wrapper or Wrapper()
-        self._known: dict[Hashable, CachedResult] = {}
+        self._known: dict[Hashable, CachedResult] = {} if _shared is None else _shared
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpResult:
         """Run an op, or return what equal calls returned.
@@ -72,7 +92,8 @@ class FakeCache:
         key = _key_of_call(func, args, kwargs, fakes)
         known = None if key is None else self._known.get(key)
         if known is not None:
-            return OpResult(args[0] if known._made is None else self._remade(func, known), fakes, known)
+            made = args[0] if known._made is None else self._remade(func, known, _mode_of(fakes))
+            return OpResult(made, fakes, known)
         out = func(*args, **kwargs)
         return (
             OpResult(out, None, None)
@@ -84,7 +105,7 @@ class FakeCache:
         self, key: Hashable, args: tuple[Any, ...], fakes: list[Tensor], out: Any
     ) -> CachedResult | None:
         if type(out) is FakeTensor and out is args[0]:
-            self._known[key] = cached = CachedResult(None, out)
+            self._known[key] = cached = CachedResult(None, out.fake_device)
             return cached
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         tensors = [each for each in outputs if isinstance(each, Tensor)]
@@ -94,19 +115,19 @@ class FakeCache:
             _Fresh(each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each
             for each in outputs
         )
-        self._known[key] = cached = CachedResult(made, tensors[0])  # type: ignore[arg-type]
+        self._known[key] = cached = CachedResult(made, tensors[0].fake_device)  # type: ignore[attr-defined]
         return cached
 
-    def _remade(self, func: Any, known: CachedResult) -> Any:
+    def _remade(self, func: Any, known: CachedResult, mode: FakeTensorMode) -> Any:
         assert known._made is not None
-        made = [self._empty(each, known) if isinstance(each, _Fresh) else each for each in known._made]
+        made = [
+            self._wrapper.empty(mode, *each, known._device) if isinstance(each, _Fresh) else each
+            for each in known._made
+        ]
         returns = func._schema.returns
         if len(returns) == 1:
             return made if isinstance(returns[0].type, torch.ListType) else made[0]
         return tuple(made)
-
-    def _empty(self, fresh: _Fresh, known: CachedResult) -> FakeTensor:
-        return self._wrapper.empty(known._mode, fresh.shape, fresh.stride, fresh.dtype, known._device)
 
 
 class _NotCachedError(Exception):
@@ -123,9 +144,15 @@ def _key_of_call(
         return None
     if fakes:
         return key if len(set(map(id, fakes))) == len(fakes) else (*key, _repeated(fakes))
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    is_typed = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
-    return (*key, id(mode)) if is_typed else None
+    is_typed = kwargs.get("dtype") is not None  # else torch's default type decides
+    return key if is_typed and _mode_of(fakes) is not None else None
+
+
+def _mode_of(fakes: Sequence[Tensor]) -> Any:
+    """The fake mode that a call's tensors are of; the one in force, if any, where it has none."""
+    if fakes:
+        return fakes[0].fake_mode  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _repeated(fakes: Sequence[Tensor]) -> tuple[int, ...]:

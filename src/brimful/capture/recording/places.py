@@ -97,12 +97,14 @@ class Places:
     def of(self, tensor: Tensor) -> Place:
         """Where a tensor lies."""
         try:
-            if self._has_marks and (mark := getattr(tensor.untyped_storage(), _MARK, None)) is not None:
-                assert isinstance(mark, Place)
-                return mark
-            return Place.UNNAMED if self._ledger.index_of(tensor) in self._unnamed else Place.DEVICE
+            storage = tensor.untyped_storage()
         except NotImplementedError:  # sparse and others
             return Place.DEVICE
+        if self._has_marks and (mark := getattr(storage, _MARK, None)) is not None:
+            assert isinstance(mark, Place)
+            return mark
+        is_unnamed = bool(self._unnamed) and self._ledger.live.get(storage._cdata) in self._unnamed
+        return Place.UNNAMED if is_unnamed else Place.DEVICE
 
     def is_on_host(self, tensor: Tensor) -> bool:
         """Whether a tensor lies on the host for sure."""
@@ -174,8 +176,9 @@ class Places:
         if not inputs or not (self._has_marks or self._unnamed):
             return Place.DEVICE, ()
         places = [self.of(tensor) for tensor in inputs]
-        if Place.DEVICE in places:
-            if func not in _READS_BOTH:
+        count = places.count(Place.DEVICE)
+        if count:
+            if count < len(places) and func not in _READS_BOTH:
                 self._note_read_together(inputs, places)
             return Place.DEVICE, ()
         known = next((place for place in places if place in (Place.HOST, Place.NAMED)), None)

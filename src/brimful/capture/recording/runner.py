@@ -32,6 +32,8 @@ class FakeRunner:
             out = self._view(func, args, kwargs)
         elif info.is_list_write and _has_no_value(args[0]):
             out = None
+        elif func is _LIFT and (number := self._number(args[0])) is not None:
+            out = number
         elif info.reads_values:
             out = self._values.run(func, args, kwargs)
         elif info.is_functional or info.is_in_place:
@@ -49,6 +51,29 @@ class FakeRunner:
         if isinstance(out, Tensor):
             return self._wrapper.fake(mode, out, device)
         return type(out)(self._wrapper.fake(mode, view, device) for view in out)
+
+    def _number(self, real: Tensor) -> Tensor | None:
+        """The fake of a number that `torch.tensor` made, as the mode in force makes it, but without its checks.
+
+        An optimizer makes one for each parameter. None for other tensors.
+
+        Source: FakeTensorMode._dispatch_impl, "constant propagate" (checked: 2.13).
+        """
+        mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if mode is None or type(real) is not Tensor or real.dim() or real.requires_grad or real.is_quantized:
+            return None
+        if real.layout is not torch.strided or real.device.type != "cpu":
+            return None
+        with torch._C._DisableTorchDispatch():
+            constant = real.clone()
+        fake = self._wrapper.empty(mode, (), (), real.dtype, real.device)
+        fake.constant = constant
+        mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` ends in."""
 
 
 def _can_be_viewed(tensor: Any) -> bool:
