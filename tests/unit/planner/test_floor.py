@@ -102,7 +102,7 @@ def test_the_least_step_of_many_layers_is_searched_below_the_floor_too(monkeypat
     floor_bytes = 2 * 60 * (8 * 8 + 8) * 4
     least = []
     for budget in (floor_bytes // 2, 3 * floor_bytes):
-        with pytest.raises(InfeasibleError, match="smallest predicted peak: .* nested") as found:
+        with pytest.raises(InfeasibleError, match=r"smallest predicted peak: .* nested") as found:
             bf.plan(job, "cpu", global_batch_size=512, micro_batch_size=512, budget=budget)
         least.append(found.value.smallest_peak_bytes)
     assert least[0] == least[1]
