@@ -1,8 +1,8 @@
 """Changes that a plan does not make unasked, as they change what is computed, and what each would gain.
 
-With each change everything is kept, at the largest micro-batch that fits, if that is as large as the plan's;
-else actions for the model's units are searched at the plan's and at the next larger one. A plan with the change
-may find a faster way still. Start reading at `suggestions`.
+With each change everything is kept, at the plan's micro-batch, or where size gains at the largest that fits;
+else actions for the model's units are searched at the plan's, and where size gains at the next larger one. A
+plan with the change may find a faster way still. Start reading at `suggestions`.
 """
 
 from __future__ import annotations
@@ -270,10 +270,9 @@ def _changes(
 
 
 def _gains_by_size(unlimited: Estimate, best: Estimate) -> bool:
-    """Whether forward and backward of the whole batch at once are faster than in the micro-batches of a choice."""
-    whole, parts = (
-        each.step_time.forward_seconds + each.step_time.backward_seconds for each in (unlimited, best)
-    )
+    """Whether forward and backward of the whole batch at once are faster than in a choice's micro-batches."""
+    times = unlimited.step_time, best.step_time
+    whole, parts = (each.forward_seconds + each.backward_seconds for each in times)
     return whole < parts * (1 - LEAST_GAIN_BY_SIZE)
 
 
