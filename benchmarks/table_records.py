@@ -177,7 +177,7 @@ def permissions(result: Record) -> Record:
                 f"`{each['flag']}` {each['predicted_gain']:.1%} ({each['gain_of_own_capture']:.1%})"
                 for each in job["suggestions"]
             ),
-            "share": job["suggesting_cpu_seconds"] / job["planning_cpu_seconds_without"],
+            "share": job["suggesting_seconds"] / job["planning_seconds_without"],
         }
         for job in result["rows"]
     ]
