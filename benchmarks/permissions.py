@@ -4,8 +4,8 @@ Usage: python benchmarks/permissions.py [--only NAME]
 
 Each job is planned on an RTX 3090 in half of what its baseline takes, or in the whole card where that is less
 or no plan fits half. Every suggestion is then captured whole, under its own settings and with its change of the
-job, in a new capture. Small jobs are planned on this CPU too, in all that the baseline takes, and the suggested
-steps are measured there.
+job, in a new capture. Seconds of planning are those of the processor, which other work hardly changes. Small
+jobs are planned on this CPU too, in all that the baseline takes, and the suggested steps are measured there.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ def variant(suggestion: Suggestion) -> dict[str, str | int]:
 
 
 def planned(job: bf.Job, device: str, batch: int, budget: str = BUDGET) -> tuple[bf.Plan, float, float]:
-    """The plan, the seconds it took, and those of them that suggestions took."""
+    """The plan, the processor's seconds that it took, and those of them that suggestions took."""
     spent = [0.0]
     suggest = SEARCH.suggestions
 
     def timed(*args: Any, **given: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         found = suggest(*args, **given)
-        spent[0] = time.perf_counter() - began
+        spent[0] = time.process_time() - began
         return found
 
-    began = time.perf_counter()
+    began = time.process_time()
     with patch.object(SEARCH, "suggestions", timed):
         try:
             plan = bf.plan(job, device, global_batch_size=batch, budget=budget)
         except (bf.InfeasibleError, UsageError):  # nothing fits that, or it is more than the card
             plan = bf.plan(job, device, global_batch_size=batch)
-    return plan, time.perf_counter() - began, spent[0]
+    return plan, time.process_time() - began, spent[0]
 
 
 def rows_of(name: str, options: dict[str, Any], plan: bf.Plan, device: Device) -> Iterator[dict[str, Any]]:

@@ -50,3 +50,17 @@ def test_a_shell_completes(typed: str, completed: str) -> None:
         check=True,
     )
     assert completed in ran.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("train images . --num-workers 2", "It is --workers here."),
+        ("train language-model a.txt --workers 2", "`brimful train FILE.py:job` and"),
+        ("estimate gpt2 --pin-memory", "`brimful train FILE.py:job` and"),
+    ],
+)
+def test_options_of_a_data_loader_are_named_where_they_are(tmp_path: Path, typed: str, named: str) -> None:
+    refused = brimful(tmp_path, *shlex.split(typed))
+    assert refused.returncode == 2
+    assert named in refused.stderr

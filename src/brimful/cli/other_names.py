@@ -48,6 +48,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "--max-steps": ("--steps",),
     "--clip": ("--max-gradient-norm",),
     "--max-grad-norm": ("--max-gradient-norm",),
+    "--num-workers": ("--workers",),
     "--output-dir": ("--run-dir",),
     "--save-steps": ("--save-every",),
     "--eval-steps": ("--validate-every",),
@@ -66,6 +67,10 @@ _OF_THE_JOB = dict.fromkeys(
     "`brimful train language-model FOLDER --lora r=16 --plan-only` plans with them.",
 )
 _ELSEWHERE = {
+    **dict.fromkeys(
+        ("--workers", "--num-workers", "--pin-memory", "--prefetch-factor"),
+        "This command has no DataLoader. `brimful train FILE.py:job` and `brimful train images` have one.",
+    ),
     "--lr": "A learning rate takes no memory and no time: leave it out.",
     "--learning-rate": "A learning rate takes no memory and no time: leave it out.",
 }

@@ -18,7 +18,7 @@ from brimful.planner.solutions import uniform_actions
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.settings import Action, Settings
 from brimful.trace import Category, Phase, Trace
-from brimful.trace.units import find_units
+from brimful.trace.units import find_units, in_runs
 
 SEARCHED_OPS = 1500
 """Steps of fewer ops are searched nevertheless, for the smallest peak: that takes a second or two. A choice; a
@@ -62,13 +62,16 @@ class Floor:
 def step_over_floor(capture: Callable[[Settings], Trace], request: Request, baseline: Trace) -> Estimate | None:
     """The smallest micro-batch with every unit recomputed, where even the floor is over the budget.
 
-    The result is None where plans are to be searched.
+    The result is None where plans are to be searched: also where a Sequential's layers are recomputed in runs,
+    of which only a search finds those that take least.
     """
     if len(baseline.ops) < SEARCHED_OPS or not Floor.of(baseline, request).is_over(request):
         return None
     is_whole = request.keeps_batch_whole(baseline)
     size = request.rank_batch_size if is_whole else request.micro_batch_sizes()[-1]
     units = () if request.recompute is Action.KEEP else find_units(baseline)
+    if units and request.recompute is None and in_runs(baseline, units) != units:
+        return None
     settings = replace(
         request.bases()[0].with_micro_batch_size(size),
         units=uniform_actions(units, Action.RECOMPUTE),

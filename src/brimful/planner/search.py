@@ -84,7 +84,7 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     suggested = suggestions(
         *(capture, request, trace, found[0], job_changes),
         notes=skipped,
-        least_seconds=baseline.predicted_step_seconds,
+        unlimited=baseline,
     )
     return replace(plan, suggestions=suggested, notes=(*plan.notes, *skipped))
 

@@ -89,3 +89,20 @@ def test_few_ops_are_searched_for_the_smallest_peak() -> None:
     )
     with pytest.raises(InfeasibleError, match="smallest predicted peak"):
         bf.plan(job, GPU, global_batch_size=4, budget=GPU.context_bytes + 4096)
+
+
+def test_the_least_step_of_many_layers_is_searched_below_the_floor_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "SEARCHED_OPS", 0)
+    job = bf.Job(
+        model=lambda: nn.Sequential(*(layer for _ in range(60) for layer in (nn.Linear(8, 8), nn.Tanh()))),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.zeros(n, 8),
+        optimizer="sgd",
+    )
+    floor_bytes = 2 * 60 * (8 * 8 + 8) * 4
+    least = []
+    for budget in (floor_bytes // 2, 3 * floor_bytes):
+        with pytest.raises(InfeasibleError, match=r"smallest predicted peak: .* nested") as found:
+            bf.plan(job, "cpu", global_batch_size=512, micro_batch_size=512, budget=budget)
+        least.append(found.value.smallest_peak_bytes)
+    assert least[0] == least[1]

@@ -46,6 +46,8 @@ class Context:
     """Slower steps are not of interest."""
     searches: bool = True
     """Whether actions for units are searched, and micro-batches other than that of the choice tried."""
+    most_samples: int | None = None
+    """Larger micro-batches are not tried, as they gain nothing; None if they may."""
     notes: list[str] = field(default_factory=list)
     """Changes whose steps cannot be captured are noted here."""
 
@@ -119,8 +121,8 @@ class ChangedSteps:
             plain |= {"chunked_loss": None, "offload_optimizer": False}
         self._base = replace(chosen, **{**plain, **change.settings})
         capture = context.capture if change.capture is None else change.capture
-        is_replicated = world_size > request.world_size and self._base.parallelism is Parallelism.DDP
-        self._capture = _on_one_rank(capture) if is_replicated else capture
+        self._is_replicated = world_size > request.world_size and self._base.parallelism is Parallelism.DDP
+        self._capture = _on_one_rank(capture) if self._is_replicated else capture
         self._scaled = RoughlyScaledTraces(self._capture)
 
     def fastest(self) -> Estimate | None:
@@ -133,6 +135,8 @@ class ChangedSteps:
             return self.recomputed() or self.kept()
         if self.is_divided or (self.nests and self._change.keeps_state):
             return self.as_chosen()
+        if self._is_replicated and self._chosen.changed:  # each rank does what the plan does, with fewer parts
+            return self.as_chosen() or self.kept() or self.searched()
         return self.kept() or self.searched() or (self.as_chosen() if self.nests else None)
 
     def kept(self) -> Estimate | None:
@@ -167,7 +171,10 @@ class ChangedSteps:
         return uniform_actions(find_units(like), Action.RECOMPUTE)
 
     def searched(self) -> Estimate | None:
-        """The fastest choice of actions for units, at the micro-batch of the choice and the next larger one."""
+        """The fastest choice of actions for units, at the micro-batch of the choice and the next larger one.
+
+        Units are offloaded only if the choice offloads some: steps that offload take the longest to capture.
+        """
         sizes = [size for size in self.sizes if size >= self._least_size][: 2 if self._change.takes_less else 1]
         notes: list[str] = []
         family = CandidateFamily(self._capture, self._request, self._base, sizes, notes, divides_units=False)
@@ -175,6 +182,8 @@ class ChangedSteps:
             Candidate(each, self._capture, notes, expandable_segments=self._base.expandable_segments)
             for each in family.of_all_sizes()
         ]
+        if not self._chosen.offloaded:
+            candidates = [each.without_offloading for each in candidates]
         limit_bytes: int | None = self._request.reserved_budget_bytes
         for _ in range(2):  # the second finds what has the headroom that the first lacks
             assert limit_bytes is not None
@@ -210,6 +219,11 @@ class ChangedSteps:
         return self._base.divides_model
 
     @property
+    def _is_scaled_already(self) -> bool:
+        """Whether the plan captured the sizes from which the others are scaled: forward and backward stay."""
+        return self._change.capture is None and self._base.precision is self._chosen.precision
+
+    @property
     def nests(self) -> bool:
         """Whether the choice nests units, which no search here does."""
         return bool(self._chosen.nested)
@@ -222,7 +236,10 @@ class ChangedSteps:
         is_whole |= request.keeps_batch_whole(self._context.baseline) and not self._change.splits_batch
         if is_whole:
             return [self._rank_batch]
-        divisors = [size for size in range(1, self._rank_batch + 1) if self._rank_batch % size == 0]
+        most = self._rank_batch
+        if self._context.most_samples is not None and not self._is_scaled_already:
+            most = min(most, self._context.most_samples)
+        divisors = [size for size in range(1, most + 1) if self._rank_batch % size == 0]
         return [size for size in divisors if pinned in (None, size)]
 
     @cached_property
@@ -233,7 +250,7 @@ class ChangedSteps:
 
     def _largest_kept(self, sizes: Sequence[int]) -> Estimate | None:
         """Everything kept at the largest of some sizes, rising, that fits; None if none does."""
-        trace_at = self._captured if len(sizes) == 1 else self._scaled_to
+        trace_at = self._scaled_to if len(sizes) > 1 or self._is_scaled_already else self._captured
         low, high = 0, len(sizes)
         while low < high:
             middle = (low + high) // 2

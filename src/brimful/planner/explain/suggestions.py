@@ -1,8 +1,8 @@
 """Changes that a plan does not make unasked, as they change what is computed, and what each would gain.
 
-With each change everything is kept, at the largest micro-batch that fits, if that is as large as the plan's;
-else actions for the model's units are searched at the plan's and at the next larger one. A plan with the change
-may find a faster way still. Start reading at `suggestions`.
+With each change everything is kept, at the plan's micro-batch, or where size gains at the largest that fits;
+else actions for the model's units are searched at the plan's, and where size gains at the next larger one. A
+plan with the change may find a faster way still. Start reading at `suggestions`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ LEAST_GAIN_OF_MEMORY = 0.1
 """Fraction of the step time that unlimited memory must gain for changes to be tried that only take less. A
 choice: they gain a part of it."""
 
+LEAST_GAIN_BY_SIZE = 0.05
+"""Fraction of forward and backward that the whole batch at once must gain for micro-batches larger than the
+plan's to be tried, which takes two captures of each change in place of one. A choice."""
+
 LARGE_FRACTION_OF_STATE = 0.5
 """Fraction of the budget from which gradients and optimizer state count as large. A choice."""
 
@@ -55,15 +59,19 @@ def suggestions(
     others: JobChanges,
     *,
     notes: list[str],
-    least_seconds: float,
+    unlimited: Estimate,
 ) -> tuple[Suggestion, ...]:
     """The changes with which a plan would certainly be faster, the fastest first.
 
-    `baseline` is training without a plan, which takes `least_seconds` where memory permits it; `best` is the
+    `baseline` is training without a plan, and `unlimited` its estimate where memory permits it; `best` is the
     choice of the plan; `others` has changes of the job. Why a change could not be tried is added to `notes`.
     """
-    most_seconds = best.predicted_step_seconds * (1 - LEAST_GAIN)
-    context = Context(capture, request, baseline, best, most_seconds, notes=notes)
+    most_seconds, least_seconds = (
+        best.predicted_step_seconds * (1 - LEAST_GAIN),
+        unlimited.predicted_step_seconds,
+    )
+    most_samples = None if _gains_by_size(unlimited, best) else best.settings.micro_batch_size
+    context = Context(capture, request, baseline, best, most_seconds, most_samples=most_samples, notes=notes)
     found = []
     changes = [*_changes(request, baseline, best.settings)]
     if best.predicted_step_seconds * (1 - LEAST_GAIN_OF_MEMORY) < least_seconds:
@@ -259,6 +267,13 @@ def _changes(
         if request.keeps_batch_whole(baseline) and request.job.why_not_split is None:
             yield batch_norm_split(baseline)
     yield from two_gpus(request, baseline, Parallelism.FSDP2 if takes_all else Parallelism.DDP)
+
+
+def _gains_by_size(unlimited: Estimate, best: Estimate) -> bool:
+    """Whether forward and backward of the whole batch at once are faster than in a choice's micro-batches."""
+    times = unlimited.step_time, best.step_time
+    whole, parts = (each.forward_seconds + each.backward_seconds for each in times)
+    return whole < parts * (1 - LEAST_GAIN_BY_SIZE)
 
 
 def _is_limited(chosen: Settings) -> bool:
