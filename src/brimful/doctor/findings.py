@@ -243,7 +243,7 @@ def history_kept(seen: Seen) -> Iterator[Finding]:
         yield replace(each, change=_KEEP_NUMBERS) if holds_values else each
 
 
-_KEEP_NUMBERS = "keep numbers (.item()), or move what is needed to the host (.detach().cpu())"
+_KEEP_NUMBERS = "keep numbers (.item()), or copies on the host (.detach().cpu())"
 
 
 @check

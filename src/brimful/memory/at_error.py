@@ -51,7 +51,7 @@ def activation_checkpointing(freed_bytes: int) -> Saving:
 
 
 def eight_bit_optimizer(state_bytes: int, parameters: int) -> Saving:
-    """Adam's state in 8 bits; `state_bytes` is what that of so many parameters takes now."""
+    """Adam's state in 8 bits; `state_bytes` is what the state of these parameters takes now."""
     change = "AdamW in 8 bits (bitsandbytes): state rounded by blocks"
     return Saving(change=change, size_bytes=max(int(state_bytes - EIGHT_BIT_BYTES * parameters), 0))
 
