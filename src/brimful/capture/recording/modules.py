@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from brimful.capture.recording.facts import shown_path
 from brimful.torch_utils.module_names import plain_namer
@@ -52,6 +53,8 @@ class ModuleCalls:
         self._numbers: list[int] = []
         self._owners: list[str] = []
         self._last_backward = LOSS
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._add_hooks: Callable[[], tuple[RemovableHandle, ...]] = tuple
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Name the modules of a model; the paths of a further one begin with `prefix`."""
@@ -75,8 +78,11 @@ class ModuleCalls:
                 self._leave(module, args, output)
 
         self._thread = threading.get_ident()
-        before = register_module_forward_pre_hook(enter)
-        after = register_module_forward_hook(leave, always_call=True)
+        self._add_hooks = lambda: (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        )
+        self._hooks = self._add_hooks()
         run_again = Call.run_again
 
         def followed(call: Call) -> None:
@@ -88,8 +94,23 @@ class ModuleCalls:
             with replaced(Call, "run_again", followed), self._follow_input_ops():
                 yield
         finally:
-            before.remove()
-            after.remove()
+            for hook in self._hooks:
+                hook.remove()
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Take what runs while the context is open for ops of one module, and follow no calls inside of it.
+
+        Compiled code calls no modules, and hooks would become part of it.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._enter(module, ())
+        try:
+            yield
+        finally:
+            self._leave(module, (), None)
+            self._hooks = self._add_hooks()
 
     @contextmanager
     def _follow_input_ops(self) -> Iterator[None]:
