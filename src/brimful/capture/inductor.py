@@ -8,7 +8,7 @@ Nothing of it stays in the process: torch keeps compiled code with code objects 
 the wrapper is a module that no cache of Inductor's knows, and its caches of graphs are off.
 
 Private torch APIs used here: `torch._inductor.compile_fx`, `GraphLowering._compile_to_module_lines`,
-`torch._inductor.async_compile.AsyncCompile`, names in a generated wrapper, `torch._functorch.config`,
+`async_compile.AsyncCompile`, `cpu_vec_isa.valid_vec_isa_list`, names in a generated wrapper, `torch._functorch.config`,
 `torch.utils._python_dispatch._disable_current_modes`, `torch._C.DisableTorchFunction` (checked: torch 2.13).
 """
 
@@ -87,7 +87,7 @@ class CapturedInductor(CompiledModules):
 
     def _lower(self, graph: Any, inputs: Any, **options: Any) -> Callable[[list[Any]], Any]:
         """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
-        from torch._inductor import async_compile, config
+        from torch._inductor import async_compile, config, cpu_vec_isa
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.graph import GraphLowering
 
@@ -95,6 +95,8 @@ class CapturedInductor(CompiledModules):
             stack.enter_context(config.patch(_CONFIG))
             stack.enter_context(replaced(async_compile, "AsyncCompile", _FakeKernels))
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
+            # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
+            stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
             stack.enter_context(_disable_current_modes())
             wrapper = compile_fx_inner(graph, inputs, **options).current_callable
 
