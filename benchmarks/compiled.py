@@ -3,12 +3,14 @@
     python benchmarks/compiled.py
     python benchmarks/compiled.py bert gpt2
 
-Small models with random weights, in fp32 with AdamW. Each is predicted eagerly, with its units compiled and with
-the whole model compiled, and each step is then compiled by Inductor and run.
+Small models with random weights, in fp32 with AdamW. Each is predicted eagerly, with its units compiled and
+with the whole model compiled, and each step is then compiled by Inductor and run. Kernels are compiled without
+optimization, which takes as much memory and less time; times are not looked at.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import warnings
@@ -33,7 +35,10 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(channels, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.first, self.first_norm = (
+            nn.Conv2d(channels, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.second, self.second_norm = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
         self.skip = nn.Identity() if channels == width else nn.Conv2d(channels, width, 1, stride, bias=False)
 
@@ -246,6 +251,7 @@ def compare(name: str, mode: str) -> dict[str, Any]:
 
 def main(names: list[str]) -> None:
     """Measure and keep all rows."""
+    os.environ["TORCHINDUCTOR_DEBUG_COMPILE"] = "1"
     rows = Rows("compiled.json", "python benchmarks/compiled.py", "transformers")
     for name in names or JOBS:
         for mode in MODES:
@@ -253,7 +259,9 @@ def main(names: list[str]) -> None:
                 rows.add(compare(name, mode))
                 print(name, mode, f"{rows.rows[-1]['error_fraction']:+.4%}", flush=True)
     compiled = [abs(row["error_fraction"]) for row in rows.rows if row["compile"] != "none"]
-    eager = {row["model"]: row["measured_peak_allocated_bytes"] for row in rows.rows if row["compile"] == "none"}
+    eager = {
+        row["model"]: row["measured_peak_allocated_bytes"] for row in rows.rows if row["compile"] == "none"
+    }
     changes = {
         f"{row['model']} {row['compile']}": row["measured_peak_allocated_bytes"] / eager[row["model"]] - 1
         for row in rows.rows

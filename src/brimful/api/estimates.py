@@ -486,8 +486,8 @@ _SIZE_NOTE = (
 
 
 _COMPILE_NOTE = (
-    "Compiled kernels are predicted to take as long as the bytes that they read and write, at the rate of eager "
-    "ones; compiling, which takes seconds to minutes in the first step, is not part of the step's time."
+    "Fused kernels are timed by the bytes that they read and write, at the rate of eager ones. Compiling, in "
+    "the first step, takes seconds to minutes and is not part of the step's time."
 )
 
 
@@ -597,8 +597,9 @@ def _actions(
     compiled = compiles is not Compile.NONE
     if job.loop is not None and (chunks_loss or offloads or compiled):
         raise UsageError(
-            f"{job.name!r} brings its own training loop, which computes the loss and has no units to offload or "
-            "compile. Leave chunked_loss, offload_activations and compile out, or take the loop out of the job."
+            f"{job.name!r} brings its own training loop, which computes the loss and has no units to offload "
+            "or compile. Leave chunked_loss, offload_activations and compile out, or take the loop out of the "
+            "job."
         )
     if offloads and pattern is not None:
         raise UsageError(

@@ -1,15 +1,16 @@
 """Compiled modules in a capture: Inductor compiles them, and what it made runs on fake tensors.
 
-All of it is Inductor's own: the graph, what it saves for backward, fusion, reuse of buffers, and the wrapper in
-Python that allocates, launches kernels and frees. Only the kernels are replaced, by ops that compute nothing. So
-a recorder sees the blocks of memory that a compiled step makes, and when each is freed.
+All of it is Inductor's own: the graph, what it saves for backward, fusion, reuse of buffers, and the wrapper
+in Python that allocates, launches kernels and frees. Only the kernels are replaced, by ops that compute
+nothing. So a recorder sees the blocks of memory that a compiled step makes, and when each is freed.
 
 Nothing of it stays in the process: torch keeps compiled code with code objects that are made for one capture,
 the wrapper is a module that no cache of Inductor's knows, and its caches of graphs are off.
 
 Private torch APIs used here: `torch._inductor.compile_fx`, `GraphLowering._compile_to_module_lines`,
-`async_compile.AsyncCompile`, `cpu_vec_isa.valid_vec_isa_list`, names in a generated wrapper, `torch._functorch.config`,
-`torch.utils._python_dispatch._disable_current_modes`, `torch._C.DisableTorchFunction` (checked: torch 2.13).
+`async_compile.AsyncCompile`, `cpu_vec_isa.valid_vec_isa_list`, names in a generated wrapper,
+`torch.utils._python_dispatch._disable_current_modes`, `torch.utils._pytree`,
+`torch._C.DisableTorchFunction` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -32,13 +33,8 @@ from brimful.capture.triton_kernels import kernel_op
 from brimful.torch_utils.replaced import originals_in_place, replaced
 from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
 
-_CONFIG = {
-    "force_disable_caches": True,
-    "compile_threads": 1,
-    "size_asserts": False,
-    "alignment_asserts": False,
-}
-"""Of Inductor: no caches on disk or in the process, and no checks of addresses, which fakes do not have."""
+_CONFIG = {"force_disable_caches": True}
+"""Of Inductor: no caches on disk or in the process."""
 
 
 class CapturedInductor(CompiledModules):
@@ -54,10 +50,11 @@ class CapturedInductor(CompiledModules):
         return _CapturedCall(module, fqn, self.function_for(module), self)
 
     @contextmanager
-    def calling(self, module: nn.Module) -> Iterator[None]:
+    def calling(self, module: nn.Module, *, records: bool = True) -> Iterator[None]:
         """Let torch compile the module and call it as in a real step while the context is open.
 
-        Torch does not compile under dispatch modes, and would compile what a capture has replaced.
+        Without `records` nothing of it is recorded. Torch does not compile under dispatch modes, and would
+        compile what a capture has replaced.
         """
         with (
             self._modules.inside(module),
@@ -66,39 +63,28 @@ class CapturedInductor(CompiledModules):
             torch._C.DisableTorchFunction(),
             _disable_current_modes(),
         ):
+            self._records = records
             yield
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Record nothing, and compile backward together with forward, while the context is open."""
-        import torch._functorch.config as functorch
-
-        self._records = False
-        try:
-            with functorch.patch(force_non_lazy_backward_lowering=True):
-                yield
-        finally:
-            self._records = True
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
 
-    def _lower(self, graph: Any, inputs: Any, **options: Any) -> Callable[[list[Any]], Any]:
+    def _lower(self, graph: Any, inputs: Any, **options: Any) -> Any:
         """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
-        from torch._inductor import async_compile, config, cpu_vec_isa
+        from torch._inductor import async_compile, cpu_vec_isa
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.graph import GraphLowering
 
         with ExitStack() as stack:
-            stack.enter_context(config.patch(_CONFIG))
             stack.enter_context(replaced(async_compile, "AsyncCompile", _FakeKernels))
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
             stack.enter_context(_disable_current_modes())
-            wrapper = compile_fx_inner(graph, inputs, **options).current_callable
+            made: Any = compile_fx_inner(graph, inputs, **options)
+        wrapper = made.current_callable
 
         def run(args: list[Any]) -> Any:
             with self._modes():
@@ -112,15 +98,14 @@ class CapturedInductor(CompiledModules):
         """Put fakes and the recorder in force, which `calling` hid; in backward they are in force already."""
         active = _get_current_dispatch_mode_stack()
         with ExitStack() as stack:
-            if self._mode not in active:
-                stack.enter_context(self._mode)
-            if self._records and self.recorder not in active:
-                stack.enter_context(self.recorder)
+            for mode in (self._mode, *([self.recorder] if self._records else [])):
+                if mode not in active:
+                    stack.enter_context(mode)
             yield
 
 
 class _CapturedCall(CompiledCall):
-    """Compiles a module with copies of its arguments first, so that the compiler keeps none of the step's."""
+    """Compiles a module with copies of its arguments first: the compiler would keep those of the step."""
 
     def __init__(self, module: nn.Module, fqn: str, compiled: Compiled, inductor: CapturedInductor) -> None:
         super().__init__(module, fqn, compiled)
@@ -132,7 +117,7 @@ class _CapturedCall(CompiledCall):
         if key not in self._seen:
             with self._inductor.recorder.paused():
                 copies = _copied((args, kwargs))
-            with self._inductor.calling(self._module), self._inductor.compiling():
+            with self._inductor.calling(self._module, records=False):
                 super()._run(compiled, *copies)
             self._seen.add(key)
         with self._inductor.calling(self._module):
@@ -142,8 +127,7 @@ class _CapturedCall(CompiledCall):
         """What decides whether torch compiles again."""
         tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
         shapes = tuple((each.shape, each.stride(), each.dtype, each.requires_grad) for each in tensors)
-        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._module.training
-        return shapes, modes
+        return shapes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._module.training
 
     def _note(self, text: str) -> None:
         self._inductor.recorder.facts.note(text)
@@ -215,8 +199,5 @@ def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tenso
 _ON_FAKES: Mapping[str, Callable[..., Any]] = {
     "empty_strided_cpu": _empty_strided,
     "reinterpret_tensor": _reinterpreted,
-    "assert_size_stride": lambda *_: None,
-    "assert_alignment": lambda *_: None,
-    "copy_if_misaligned": lambda tensor: tensor,
 }
 """What a wrapper calls in C++, which takes real tensors, by name."""

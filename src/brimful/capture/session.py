@@ -236,7 +236,8 @@ class CaptureSession:
         if self._settings.compile is not Compile.NONE and self._device.kind != "cpu":
             raise UsageError(
                 f"compile={str(self._settings.compile)!r} is asked for {self._device.name}, and compiled steps "
-                'are predicted for a CPU alone so far. Take "cpu", or leave compile out to predict the eager step.'
+                'are predicted for a CPU alone so far. Take "cpu", or leave compile out: the eager step is '
+                "predicted then."
             )
         inductor = CapturedInductor(self._mode, self._observers.recorder, self._modules)
         return apply_units(self._model, self._settings, inductor)

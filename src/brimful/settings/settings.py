@@ -169,7 +169,8 @@ class Settings:
             if self.compile is not Compile.NONE and holds:
                 way_out = ', or take compile="units"' if "as a whole" in reason else ""
                 raise UsageError(
-                    f"compile={str(self.compile)!r} does not compile a model {reason}. Leave compile out{way_out}."
+                    f"compile={str(self.compile)!r} does not compile a model {reason}. Leave compile "
+                    f"out{way_out}."
                 )
 
     def _check_optimizer_in_backward(self) -> None:

@@ -22,8 +22,8 @@ from brimful.settings import (
     with_input_ops,
 )
 from brimful.torch_utils.module_names import plain_modules, resolved, unwrapped
-from brimful.transforms.compiled import CompiledModules, compiled_calls
 from brimful.transforms.chunked_loss import DeferringLinear
+from brimful.transforms.compiled import CompiledModules, compiled_calls
 from brimful.transforms.input_ops import FollowedForward, InputOps
 from brimful.transforms.offload import OffloadSchedule, ScheduledUnit
 from brimful.transforms.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns

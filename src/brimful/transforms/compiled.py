@@ -138,4 +138,6 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _kind_of(module: nn.Module) -> Hashable:
     """What is the same in modules that share compiled code: their class and their tensors."""
     named = (*module.named_parameters(), *module.named_buffers())
-    return type(module), tuple((name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in named)
+    return type(module), tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in named
+    )
