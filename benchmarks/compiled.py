@@ -250,14 +250,17 @@ def compare(name: str, mode: str) -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    """Measure and keep all rows."""
+    """Measure and keep rows, until it is interrupted."""
     os.environ["TORCHINDUCTOR_DEBUG_COMPILE"] = "1"
     rows = Rows("compiled.json", "python benchmarks/compiled.py", "transformers")
-    for name in names or JOBS:
-        for mode in MODES:
-            if not rows.has(model=name, compile=mode):
-                rows.add(compare(name, mode))
-                print(name, mode, f"{rows.rows[-1]['error_fraction']:+.4%}", flush=True)
+    try:
+        for name in names or JOBS:
+            for mode in MODES:
+                if not rows.has(model=name, compile=mode):
+                    rows.add(compare(name, mode))
+                    print(name, mode, f"{rows.rows[-1]['error_fraction']:+.4%}", flush=True)
+    except KeyboardInterrupt:
+        print("stopped; what is measured is kept")
     compiled = [abs(row["error_fraction"]) for row in rows.rows if row["compile"] != "none"]
     eager = {
         row["model"]: row["measured_peak_allocated_bytes"] for row in rows.rows if row["compile"] == "none"
@@ -274,8 +277,7 @@ def main(names: list[str]) -> None:
         "measured_change_fraction": changes,
     }
     print(summary)
-    if not names:
-        rows.keep({"samples": SAMPLES, "summary": summary})
+    rows.keep({"samples": SAMPLES, "summary": summary})
 
 
 if __name__ == "__main__":

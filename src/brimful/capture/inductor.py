@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_leaves
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
 from brimful.capture.triton_kernels import kernel_op
+from brimful.devices import Device
+from brimful.errors import UsageError
 from brimful.torch_utils.replaced import originals_in_place, replaced
 from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
 
@@ -38,9 +40,20 @@ _CONFIG = {"force_disable_caches": True}
 
 
 class CapturedInductor(CompiledModules):
-    """Compiles modules of fake tensors, whose ops `recorder` records; `modules` says whose ops they are."""
+    """Compiles modules of fake tensors, whose ops `recorder` records; `modules` says whose ops they are.
 
-    def __init__(self, mode: FakeTensorMode, recorder: Recorder, modules: ModuleCalls) -> None:
+    It is made before rules change torch's table of decompositions: Inductor copies that as it is imported, and
+    would keep what is for fakes alone for all that the process compiles. Raises `UsageError` for a GPU.
+    """
+
+    def __init__(self, device: Device, mode: FakeTensorMode, recorder: Recorder, modules: ModuleCalls) -> None:
+        if device.kind != "cpu":
+            raise UsageError(
+                f"compile is asked for {device.name}, and compiled steps are predicted for a CPU alone so far. "
+                'Take "cpu", or leave compile out: the eager step is predicted then.'
+            )
+        import torch._inductor.decomposition  # noqa: F401
+
         super().__init__(self._compile)
         self._mode, self.recorder, self._modules = mode, recorder, modules
         self._records = True
@@ -73,12 +86,11 @@ class CapturedInductor(CompiledModules):
 
     def _lower(self, graph: Any, inputs: Any, **options: Any) -> Any:
         """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
-        from torch._inductor import async_compile, cpu_vec_isa
+        from torch._inductor import cpu_vec_isa
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.graph import GraphLowering
 
         with ExitStack() as stack:
-            stack.enter_context(replaced(async_compile, "AsyncCompile", _FakeKernels))
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
@@ -178,11 +190,14 @@ class _FakeKernel:
 
 def _loaded(lowering: Any, wrapper_code: Any) -> ModuleType:
     """The generated wrapper as a module that no cache has, with what it calls in C++ replaced by ops."""
+    from torch._inductor import async_compile
+
     module = ModuleType("torch._inductor.wrapper_on_fakes")  # as torch's own, so that no line in it is noted
     module.__file__ = "<Inductor's wrapper>"
     vars(module).update(lowering.constants)
     vars(module).update(lowering.torchbind_constants)
-    exec(compile(wrapper_code.value, module.__file__, "exec"), vars(module))
+    with replaced(async_compile, "AsyncCompile", _FakeKernels):
+        exec(compile(wrapper_code.value, module.__file__, "exec"), vars(module))
     vars(module).update(_ON_FAKES)
     lowering.cache_key, lowering.cache_path, lowering.cache_linemap = "", None, []
     return module

@@ -48,7 +48,6 @@ from brimful.capture.triton_kernels import triton_launches_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
-from brimful.errors import UsageError
 from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
@@ -58,7 +57,7 @@ from brimful.torch_utils.held_values import HeldValues
 from brimful.torch_utils.module_names import runs_on_one_device
 from brimful.trace import Guess, Op, Phase, Trace
 from brimful.trace.extents import Convolution, extents_of
-from brimful.transforms import Applied, AppliedFormat, apply_memory_format, apply_units, batch_in_format
+from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
 from brimful.utils.deep_stack import deep_stack
 
 _SEQUENCES = 3
@@ -114,6 +113,9 @@ class CaptureSession:
             part=part,
         )
         self._observers.recorder.carried = self._observers.coupling.carried
+        self._inductor: CapturedInductor | None = None
+        if settings.compile is not Compile.NONE:
+            self._inductor = CapturedInductor(device, mode, self._observers.recorder, self._modules)
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""
@@ -135,7 +137,7 @@ class CaptureSession:
         observers, settings = self._observers, self._settings
         micro_batches, written = captured_micro_batches(settings), written_inputs
         with self._patched() as sharded:
-            applied = self._applied()
+            applied = apply_units(self._model, settings, self._inductor)
             with self._recording() as functions:
                 recorded: Recorded | None = None
                 if self._job.loop is not None:
@@ -202,7 +204,7 @@ class CaptureSession:
 
     def _run_part(self) -> RecordedPart | None:
         with self._patched() as sharded:
-            applied = self._applied()
+            applied = apply_units(self._model, self._settings, self._inductor)
             with self._recording():
                 written = self._run_steps(1, sharded, frozenset())
         step = self._captured
@@ -230,17 +232,6 @@ class CaptureSession:
         facts.host_state_bytes, facts.paged_state_bytes = update.host_state_bytes, update.paged_state_bytes
         join_counts(self._rules, model, update)
         return self._trace(settings, 1, captured_micro_batches(settings), recorded)
-
-    def _applied(self) -> Applied:
-        """The model with the unit actions of the settings, and what they compile compiled on fakes."""
-        if self._settings.compile is not Compile.NONE and self._device.kind != "cpu":
-            raise UsageError(
-                f"compile={str(self._settings.compile)!r} is asked for {self._device.name}, and compiled steps "
-                'are predicted for a CPU alone so far. Take "cpu", or leave compile out: the eager step is '
-                "predicted then."
-            )
-        inductor = CapturedInductor(self._mode, self._observers.recorder, self._modules)
-        return apply_units(self._model, self._settings, inductor)
 
     @contextmanager
     def _patched(self) -> Iterator[Sharded | None]:

@@ -4,11 +4,10 @@ Start reading at `apply.apply_units`. State dicts and results do not change. `me
 of a model and of batches.
 """
 
-from brimful.transforms.apply import Applied, apply_units
+from brimful.transforms.apply import apply_units
 from brimful.transforms.memory_format import AppliedFormat, apply_memory_format, batch_in_format
 
 __all__ = [
-    "Applied",
     "AppliedFormat",
     "apply_memory_format",
     "apply_units",
