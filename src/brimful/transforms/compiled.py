@@ -90,8 +90,8 @@ def compiled_calls(
     chosen = {"": modules[""]} if settings.compile is Compile.MODEL else dict(_kept(settings, modules))
     if not chosen:
         raise UsageError(
-            f"compile='units' compiles the units that settings keep, one by one, and of {len(settings.units)} "
-            'units none is kept. `bf.estimate(job, "cpu", compile="units").settings` names them; '
+            f"compile='units' compiles units that are modules and are kept, and of {len(settings.units)} units "
+            'in the settings none is. `bf.estimate(job, "cpu", compile="units").settings` names them; '
             "compile='model' compiles all."
         )
     inner = (module for each in chosen.values() for module in each.modules())

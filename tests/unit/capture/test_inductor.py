@@ -232,7 +232,7 @@ def test_a_gpu_is_refused_in_words() -> None:
 
 def test_what_cannot_be_compiled_is_refused() -> None:
     model = nn.Sequential(Block(), Block())
-    with pytest.raises(UsageError, match="of 0 units none is kept"):
+    with pytest.raises(UsageError, match="of 0 units in the settings none is"):
         apply_units(model, settings_of())
     recomputed = (UnitAction(fqn="0", action=Action.RECOMPUTE),)
     with pytest.raises(UsageError, match="as a whole with 1 units recomputed"):
