@@ -5,7 +5,7 @@ not compile, runs eagerly from then on, with one warning. Modules that are alike
 where a model has many kinds of them: torch counts recompilations of each kind by itself.
 
 Private torch APIs used here: `nn.Module._compiled_call_impl`, which `nn.Module.compile` sets, `_call_impl`,
-`torch._dynamo.exc` and `torch._inductor.cpp_builder` (checked: torch 2.13).
+`torch._dynamo.config`, `torch._dynamo.exc` and `torch._inductor.cpp_builder` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -57,11 +57,14 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
+        from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         if self._compiled is not None:
             try:
-                return self._run(self._compiled, args, kwargs)
+                # Blocks that know their number, as those of transformers with a cache, are compiled one by one.
+                with config.patch(recompile_limit=config.accumulated_recompile_limit):
+                    return self._run(self._compiled, args, kwargs)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 self._compiled = None
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,13 @@ def peak(trace: Trace) -> int:
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled without optimization, which takes less time and as much memory."""
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels are compiled without optimization, which takes less time and as much memory.
+
+    They are compiled by this code, and not found in the cache of an earlier run.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
 
 
 @pytest.mark.slow
@@ -207,6 +212,27 @@ def test_nothing_of_a_capture_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert capture(job, settings_of("0", "1")) == capture(job, settings_of("0", "1"))
     assert len(PyCodeCache.modules) == before
     assert not {"fxgraph", "aotautograd"} & {path.name for path in tmp_path.iterdir()}
+
+
+class Numbered(Block):
+    """A block that reads its number, for which it is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(NUMBERS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.number * self.down(self.up(x))
+
+
+NUMBERS = count(2)
+
+
+@pytest.mark.slow
+def test_more_graphs_than_torch_compiles_by_default() -> None:
+    total = torch._dynamo.config.recompile_limit + 1
+    trace = capture(blocks(*[Numbered] * total), settings_of(*map(str, range(total))))
+    assert not trace.uncertain_ops
 
 
 def test_what_breaks_the_graph_runs_eagerly_with_a_note() -> None:
