@@ -121,7 +121,8 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_the_peak_of_compiled_units_is_predicted(family: str) -> None:
     found = bf.estimate(tiny(family), "cpu", micro_batch_size=4, compile="units")
-    assert len(found.settings.units) == 2
+    layers = [unit.fqn for unit in found.settings.units if unit.fqn.endswith((".0", ".1"))]
+    assert len(layers) == 2
     assert not [note for note in found.uncertain_ops if "eagerly" in note]
     measured = bf.measure(tiny(family), found.settings, "cpu")
     assert found.predicted_peak_allocated_bytes == pytest.approx(
