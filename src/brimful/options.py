@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 from brimful.arguments import check_fields, checks_arguments
 from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.errors import UnknownNameError, UsageError
-from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
+from brimful.settings import (
+    Action,
+    Compile,
+    MemoryFormat,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+)
 from brimful.utils.field_docs import field_docstrings
 from brimful.utils.quantities import parse_bytes
 
@@ -278,6 +285,11 @@ def parse_precision(precision: PrecisionLike) -> Precision:
 def parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:
     """The implementation that has a name; None leaves it to the optimizer."""
     return None if name is None else _member(OptimizerImplementation, name, "optimizer implementation")
+
+
+def parse_compile(name: str | Compile) -> Compile:
+    """What is compiled, by name."""
+    return _member(Compile, name, "value of compile")
 
 
 def parse_parallelisms(name: str, world_size: int) -> tuple[Parallelism, ...]:

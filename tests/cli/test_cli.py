@@ -610,7 +610,7 @@ OPTIONS = {
         "--image-size", "--set", "--dtype", "--lora", "--quantize", "--largest",
         "--chunked-loss", "--offload-activations", "--optimizer-in-backward", "--offload-optimizer",
         "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
-        "--new-tokens", "--beams",
+        "--compile", "--new-tokens", "--beams",
         "--prices", *LENGTH,
     ],
     "compare": [

@@ -50,6 +50,7 @@ def _in_a_directory_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch hides it, but as an error
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few processors
 @pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*")  # of torch 2.13's names
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice

@@ -48,6 +48,7 @@ from brimful.results.suggestion import Suggestion
 from brimful.settings import (
     Action,
     ChunkedLoss,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Parallelism,
@@ -96,6 +97,8 @@ def all_settings(draw: st.DrawFn) -> Settings:
     steps = draw(COUNTS)
     is_fsdp = parallelism is Parallelism.FSDP2
     on_host = draw(st.booleans()) and not (parallelism.is_zero and ranks > 1)
+    units = draw(unit_actions())
+    may_compile = ranks == 1 and not any(unit.action is Action.OFFLOAD for unit in units)
     may_step = steps == 1 and ranks == 1 and precision is not Precision.FP16 and not on_host
     return Settings(
         micro_batch_size=draw(COUNTS),
@@ -103,7 +106,8 @@ def all_settings(draw: st.DrawFn) -> Settings:
         precision=precision,
         optimizer=draw(st.none() | WORDS),
         optimizer_implementation=draw(st.none() | st.sampled_from(OptimizerImplementation)),
-        units=draw(unit_actions()),
+        units=units,
+        compile=Compile.UNITS if may_compile and draw(st.booleans()) else Compile.NONE,
         chunked_loss=draw(st.none() | st.builds(ChunkedLoss, layer=WORDS, chunks=st.integers(2, 9))),
         expandable_segments=draw(st.booleans()),
         optimizer_in_backward=may_step and draw(st.booleans()),

@@ -157,6 +157,11 @@ RUNNERS = {
         "run_module": "the module that the user names to `brimful run -m`",
     },
     "models/huggingface.py": {"import_module": "transformers, and two modules that it imports"},
+    "api/estimates.py": {"compile": "the option of this name, which is not the function"},
+    "capture/inductor.py": {
+        "compile": "the wrapper that torch's compiler generates for the job's model",
+        "exec": "the same",
+    },
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

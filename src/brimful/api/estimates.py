@@ -28,6 +28,7 @@ from brimful.options import (
     MemoryFormatLike,
     PlanOptions,
     PrecisionLike,
+    parse_compile,
     parse_implementation,
     parse_memory_formats,
     parse_precision,
@@ -48,6 +49,7 @@ from brimful.requests import request_of
 from brimful.results import describe_growth
 from brimful.settings import (
     Action,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Precision,
@@ -78,6 +80,7 @@ def estimate(
     optimizer_in_backward: bool = False,
     offload_optimizer: bool = False,
     memory_format: MemoryFormatLike | None = None,
+    compile: str | Compile = Compile.NONE,
     budget: str | float | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
@@ -111,6 +114,8 @@ def estimate(
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
         memory_format: Layout of 4-d and 5-d parameters and inputs: "channels_last" or "contiguous"; "auto"
             takes the faster by prediction, if the model has 2-d or 3-d convolutions; None leaves it as it is.
+        compile: What `torch.compile` compiles, on a CPU: "units", each unit (such as a block) that is kept;
+            "model", the whole model; or "none".
         budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
             machine instead of what is free now.
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
@@ -140,6 +145,7 @@ def estimate(
             offload_optimizer=offload_optimizer,
         )
         check_loop_decides(job, chosen)
+        compiles = parse_compile(compile)
     else:
         _refuse_beside_settings(
             micro_batch_size=micro_batch_size is not None,
@@ -153,10 +159,12 @@ def estimate(
             optimizer_in_backward=optimizer_in_backward,
             offload_optimizer=offload_optimizer,
             memory_format=memory_format is not None,
+            compile=compile is not Compile.NONE,
         )
         target.check_precision(settings.precision)
         check_loop_decides(job, settings)
-        micro_batch_size, chosen = settings.micro_batch_size, replace(settings, micro_batch_size=1)
+        micro_batch_size, compiles = settings.micro_batch_size, settings.compile
+        chosen = replace(settings, micro_batch_size=1, compile=Compile.NONE)
         if of_allocator == DEFAULT_ALLOCATOR:
             of_allocator = AllocatorSettings.of(settings)
     question = _Question(
@@ -164,7 +172,7 @@ def estimate(
         device=target,
         settings=chosen,
         formats=_memory_formats(job, memory_format) if settings is None else (settings.memory_format,),
-        actions=_actions(job, _pattern_of(recompute), chunked_loss, offload_activations),
+        actions=_actions(job, _pattern_of(recompute), chunked_loss, offload_activations, compiles),
         capacity_bytes=capacity_bytes,
         allocator=of_allocator,
         evaluates=evaluate,
@@ -215,7 +223,8 @@ class _Question:
             extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
             compares_allocators=compares_allocators,
         )
-        is_usual = self.allocator == AllocatorSettings.of(settings) and not (self.evaluates or self.without)
+        is_usual = self.allocator == AllocatorSettings.of(settings) and settings.compile is Compile.NONE
+        is_usual = is_usual and not (self.evaluates or self.without)
         is_asked = self.suggests and is_usual
         if found.verdict is Verdict.DOES_NOT_FIT and longest.job.loop is None and is_asked:
             found = _with_suggestions(longest.job, self.device, trace, found)
@@ -286,6 +295,7 @@ class _Question:
             notes=(
                 *notes,
                 *of_optimizer,
+                *([] if self.settings.compile is Compile.NONE else [_COMPILE_NOTE]),
                 *self.notes,
                 *untrained_notes(trace),
                 *odd_size_notes(trace, device, found.step_time),
@@ -475,6 +485,12 @@ _SIZE_NOTE = (
 )
 
 
+_COMPILE_NOTE = (
+    "Fused kernels are timed by the bytes that they read and write, at the rate of eager ones. Compiling, in "
+    "the first step, takes seconds to minutes and is not part of the step's time."
+)
+
+
 _MOST_BATCH_BYTES = 2**30
 """A larger batch is not made to look at its lengths. A choice."""
 
@@ -575,13 +591,15 @@ def _pattern_of(recompute: str | Action | None) -> str | None:
 
 
 def _actions(
-    job: Job, pattern: str | None, chunks_loss: bool, offloads: bool
+    job: Job, pattern: str | None, chunks_loss: bool, offloads: bool, compiles: Compile
 ) -> tuple[Callable[[Settings, Trace], Settings], ...]:
     """What is asked of units and layers; UsageError if it goes with neither the job nor the rest."""
-    if job.loop is not None and (chunks_loss or offloads):
+    compiled = compiles is not Compile.NONE
+    if job.loop is not None and (chunks_loss or offloads or compiled):
         raise UsageError(
-            f"{job.name!r} brings its own training loop, which computes the loss and has no units to offload. "
-            "Leave chunked_loss and offload_activations out, or take the loop out of the job."
+            f"{job.name!r} brings its own training loop, which computes the loss and has no units to offload "
+            "or compile. Leave chunked_loss, offload_activations and compile out, or take the loop out of the "
+            "job."
         )
     if offloads and pattern is not None:
         raise UsageError(
@@ -591,7 +609,16 @@ def _actions(
     of_units = [_with_offloaded] if offloads else []
     if pattern is not None:
         of_units = [partial(_with_recomputed, pattern=pattern)]
-    return (*of_units, *([_with_chunked_loss] if chunks_loss else []))
+    of_loss = [_with_chunked_loss] if chunks_loss else []
+    return (*of_units, *of_loss, *([partial(_with_compiled, compiles=compiles)] if compiled else []))
+
+
+def _with_compiled(settings: Settings, trace: Trace, compiles: Compile) -> Settings:
+    """The settings with the model or its units compiled; units that they do not name are kept."""
+    if compiles is Compile.UNITS and not settings.units:
+        units = tuple(UnitAction(fqn=unit, action=Action.KEEP) for unit in find_units(trace))
+        settings = replace(settings, units=units)
+    return replace(settings, compile=compiles)
 
 
 def _with_offloaded(settings: Settings, trace: Trace) -> Settings:

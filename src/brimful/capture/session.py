@@ -27,6 +27,7 @@ from brimful.capture.fakes.model import (
     no_gradient_overflows,
 )
 from brimful.capture.fakes.outside import OutsideTensors
+from brimful.capture.inductor import CapturedInductor
 from brimful.capture.libraries import (
     answers_of_a_real_step,
     checkpoints_without_gradient_noted,
@@ -51,7 +52,7 @@ from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
-from brimful.settings import Settings
+from brimful.settings import Compile, Settings
 from brimful.torch_utils.held_values import HeldValues
 from brimful.torch_utils.module_names import runs_on_one_device
 from brimful.trace import Guess, Op, Phase, Trace
@@ -112,6 +113,9 @@ class CaptureSession:
             part=part,
         )
         self._observers.recorder.carried = self._observers.coupling.carried
+        self._inductor: CapturedInductor | None = None
+        if settings.compile is not Compile.NONE:
+            self._inductor = CapturedInductor(device, mode, self._observers.recorder, self._modules)
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""
@@ -133,7 +137,7 @@ class CaptureSession:
         observers, settings = self._observers, self._settings
         micro_batches, written = captured_micro_batches(settings), written_inputs
         with self._patched() as sharded:
-            applied = apply_units(self._model, settings)
+            applied = apply_units(self._model, settings, self._inductor)
             with self._recording() as functions:
                 recorded: Recorded | None = None
                 if self._job.loop is not None:
@@ -200,7 +204,7 @@ class CaptureSession:
 
     def _run_part(self) -> RecordedPart | None:
         with self._patched() as sharded:
-            applied = apply_units(self._model, self._settings)
+            applied = apply_units(self._model, self._settings, self._inductor)
             with self._recording():
                 written = self._run_steps(1, sharded, frozenset())
         step = self._captured

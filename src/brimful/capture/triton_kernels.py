@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.torch_utils.replaced import replaced
 
-NAMESPACE = "triton_kernels"
-_library = torch.library.Library(NAMESPACE, "DEF")
+_NAMESPACE = "triton_kernels"
 
 
 @contextmanager
@@ -43,7 +42,7 @@ def triton_launches_recorded(note: Callable[[str], None]) -> Iterator[None]:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return launch(*args, **kwargs)
-            op = _op(kernel)
+            op = kernel_op(_NAMESPACE, _name(kernel), "Tensor(a!)[] tensors")
             note(f"{op}: the arithmetic of this Triton kernel is not known, only what it reads and writes")
             op(tensors)
             return None
@@ -54,17 +53,30 @@ def triton_launches_recorded(note: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _op(kernel: Any) -> Any:
-    """The op of a kernel, by its name."""
+def _name(kernel: Any) -> str:
     while not hasattr(kernel, "__name__"):  # an autotuner or heuristics around a kernel
         kernel = kernel.fn
-    name = kernel.__name__
-    namespace = getattr(torch.ops, NAMESPACE)
-    if not hasattr(namespace, name):
-        _library.define(f"{name}(Tensor(a!)[] tensors) -> ()")
-        _library.impl(name, _nothing, "CompositeExplicitAutograd")
-    return getattr(namespace, name).default
+    name: str = kernel.__name__
+    return name
 
 
-def _nothing(tensors: list[Tensor]) -> None:
+def kernel_op(namespace: str, name: str, arguments: str) -> Any:
+    """An op that computes nothing and returns nothing: the launch of a kernel, as a recorder sees it.
+
+    `arguments` are written as in an op's schema. An op stays for as long as the process.
+    """
+    ops = getattr(torch.ops, namespace)
+    if not hasattr(ops, name):
+        library = _libraries.get(namespace)
+        if library is None:
+            library = _libraries[namespace] = torch.library.Library(namespace, "DEF")
+        library.define(f"{name}({arguments}) -> ()")
+        library.impl(name, _nothing, "CompositeExplicitAutograd")
+    return getattr(ops, name).default
+
+
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def _nothing(*tensors: list[Tensor]) -> None:
     del tensors

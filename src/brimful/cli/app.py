@@ -151,6 +151,10 @@ def estimate(
         typer.Option("--offload-optimizer", help="Keep the optimizer state in host memory and update there."),
     ] = False,
     memory_format: MemoryFormatName = None,
+    compile: Annotated[
+        str,
+        typer.Option("--compile", help="What torch.compile compiles, on a CPU: none, units (blocks) or model."),
+    ] = "none",
     budget: Annotated[
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
@@ -227,6 +231,7 @@ def estimate(
             "optimizer_in_backward": optimizer_in_backward,
             "offload_optimizer": offload_optimizer,
             "memory_format": memory_format,
+            "compile": compile,
             "budget": budget,
             "allocator": allocator,
             "compare_allocators": compare_allocators,

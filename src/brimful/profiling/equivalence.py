@@ -32,7 +32,7 @@ from brimful.profiling.aligned_draws import DrawWatch
 from brimful.profiling.coupled_layers import batch_norms, carried_state
 from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss, terms_of_loss
 from brimful.results import Comparison, EquivalenceReport
-from brimful.settings import Precision, Settings
+from brimful.settings import Compile, Precision, Settings
 from brimful.torch_utils.held_values import HeldValues
 from brimful.transforms import apply_memory_format, apply_units
 from brimful.utils.one_at_a_time import one_at_a_time
@@ -151,7 +151,8 @@ def _compared(
     batches: list[Batch],
     stateful: tuple[str, ...],
 ) -> EquivalenceReport:
-    batch = batches[0]
+    batch, compiles = batches[0], settings.compile
+    settings = replace(settings, compile=Compile.NONE)  # compared by itself, as it rounds otherwise
     compute = partial(_computed, job, model, batches, device, seed, stateful)
     plain = replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False)
     kept = compute(plain)
@@ -169,6 +170,8 @@ def _compared(
         )
     if settings.memory_format is not None:
         comparisons.append(_in_format(plain, kept.draws, compute))
+    if compiles is not Compile.NONE:
+        comparisons.append(_compiling(replace(settings, compile=compiles), kept, compute))
     terms = None
     if settings.gradient_accumulation_steps > 1:
         terms = terms_of_loss(replace(job, batch=batch), settings.rank_batch_size)
@@ -296,6 +299,15 @@ def _in_format(plain: Settings, draws: bool, compute: Callable[..., _Computed]) 
     return _comparison(name, own, found, bound=torch.finfo(torch.float32).eps, has_floor=True)
 
 
+def _compiling(compiled: Settings, kept: _Computed, compute: Callable[..., _Computed]) -> Comparison:
+    """Compare compiled units with eager ones, all kept."""
+    if kept.draws:
+        reason = "the model draws random numbers, and compiled code draws others of the same distribution"
+        return Comparison(name="compiling", why_not_compared=reason)
+    found = compute(compiled, watches=False)
+    return _comparison("compiling", kept, found, bound=_rounding(compiled.precision))
+
+
 def _splitting(
     settings: Settings,
     planned: Settings,
@@ -326,8 +338,12 @@ def _computed(
     settings: Settings,
     *,
     in_float64: bool = False,
+    watches: bool = True,
 ) -> _Computed:
-    """Loss, gradients, buffers and state of two steps of a copy of the model."""
+    """Loss, gradients, buffers and state of two steps of a copy of the model.
+
+    Under the watch for random numbers compiled code runs eagerly; without it, none are known to be drawn.
+    """
     copied = _copied(model).to(device)
     numbers = {name for name, value in HeldValues(copied).values.items() if not isinstance(value, Tensor)}
     if in_float64:
@@ -362,9 +378,9 @@ def _computed(
     for batch in batches:
         parts = layout.split(batch, settings.micro_batch_size)
         micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
-        with _seeded(seed), DrawWatch(device) as watch:
+        with _seeded(seed), DrawWatch(device) if watches else nullcontext() as watch:
             executor(micro_batches, weights, hooks=hooks, updates=not settings.optimizer_in_backward)
-            draws = watch.has_drawn
+            draws = watch is not None and watch.has_drawn
         copied.zero_grad()
         executor.reset_scaler()  # there was no update
         _move(copied)

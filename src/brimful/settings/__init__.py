@@ -6,6 +6,7 @@ model.
 
 from brimful.settings.choices import (
     Action,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Parallelism,
@@ -27,6 +28,7 @@ from brimful.settings.units import (
 __all__ = [
     "Action",
     "ChunkedLoss",
+    "Compile",
     "MemoryFormat",
     "OptimizerImplementation",
     "Parallelism",

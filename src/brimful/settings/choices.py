@@ -103,6 +103,16 @@ def fp16_is_divided(parallelism: Parallelism) -> UsageError:
     )
 
 
+class Compile(StrEnum):
+    """What `torch.compile` compiles by Inductor; kernels that it fuses round otherwise in the last digits."""
+
+    NONE = "none"
+    UNITS = "units"
+    """Each unit that is kept, by itself: blocks that repeat are compiled once."""
+    MODEL = "model"
+    """The whole model, where nothing is recomputed or offloaded."""
+
+
 class Action(StrEnum):
     """How a unit's saved tensors are handled between its forward and its backward."""
 

@@ -10,6 +10,7 @@ from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, json_form, omit
 from brimful.errors import UsageError
 from brimful.settings.choices import (
     Action,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Parallelism,
@@ -34,7 +35,7 @@ def _done(unit: UnitAction) -> str:
 
 _unset = omit_defaults(
     *("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"),
-    *("memory_format", "own_checkpointing", "offload_parameters"),
+    *("memory_format", "own_checkpointing", "offload_parameters", "compile"),
 )
 
 
@@ -113,9 +114,13 @@ class Settings:
     offload_parameters: bool = False
     """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory and
     update them there; parameters are copied to the device to be gathered."""
+    compile: Compile = Compile.NONE
+    """What `torch.compile` compiles: "units", each kept unit of `units`; "model", all of it; or "none". What
+    breaks the graph or does not compile runs eagerly, with a note."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        self._check_compile()
         self._check_gathering()
         if self.world_size % self.num_nodes:
             raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")
@@ -149,6 +154,24 @@ class Settings:
                 f"parameters are to be gathered in {self.param_dtype!r} under {self.precision}; it can be "
                 "'bfloat16' under bf16. Leave param_dtype out to gather them as they are."
             )
+
+    def _check_compile(self) -> None:
+        reasons = {
+            f"one of {self.world_size} ranks, whose collectives are not compared yet": self.world_size > 1,
+            f"with {len(self.offloaded)} units offloaded, whose copies are between units": self.offloaded,
+        }
+        if self.compile is Compile.MODEL:
+            reasons |= {
+                f"as a whole with {len(self.changed)} units recomputed, which break its graph": self.changed,
+                "as a whole with the loss computed in chunks, which begins inside of it": self.chunked_loss,
+            }
+        for reason, holds in reasons.items():
+            if self.compile is not Compile.NONE and holds:
+                way_out = ', or take compile="units"' if "as a whole" in reason else ""
+                raise UsageError(
+                    f"compile={str(self.compile)!r} does not compile a model {reason}. Leave compile "
+                    f"out{way_out}."
+                )
 
     def _check_optimizer_in_backward(self) -> None:
         reasons = {
@@ -228,6 +251,7 @@ class Settings:
             "optimizer on the host": self.offload_optimizer,
             "micro-batches copied ahead": self.prefetch_inputs,
             "own checkpointing off": not self.own_checkpointing,
+            f"{self.compile} compiled": self.compile is not Compile.NONE,
         }
         parts += [text for text, is_said in others.items() if is_said]
         if not self.changed:

@@ -32,6 +32,10 @@ def replace_attribute(owner: Any, name: str, stand_in: Any) -> Callable[[], None
     return restore
 
 
+_in_place: list[_ByThread] = []
+"""Stand-ins of all threads, in the order in which they were put in place."""
+
+
 @contextmanager
 def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
     """Let `owner.name` be `stand_in` for this thread while the context is open; see `replace_attribute`.
@@ -41,15 +45,37 @@ def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
     """
     find = inspect.getattr_static if isinstance(owner, type) else getattr
     with _lock:
-        chosen = _ByThread(find(owner, name, None), stand_in)
-        chosen.restore = replace_attribute(owner, name, chosen)
+        chosen = _ByThread(owner, name, find(owner, name, None), stand_in)
+        chosen.put_in_place()
+        _in_place.append(chosen)
     try:
         yield
     finally:
         with _lock:
+            _in_place.remove(chosen)
             chosen.end()
             while type(top := vars(owner).get(name)) is _ByThread and top.has_ended:
                 top.restore()
+
+
+@contextmanager
+def originals_in_place() -> Iterator[None]:
+    """Put the originals of all that this thread has replaced back while the context is open.
+
+    A compiler reads attributes themselves, and does not follow a `_ByThread` to what it is in this thread.
+    """
+    lifted: list[_ByThread] = []
+    with _lock:
+        for each in reversed(_in_place):
+            if each.is_here and each.is_on_top:
+                each.restore()
+                lifted.append(each)
+    try:
+        yield
+    finally:
+        with _lock:
+            for each in reversed(lifted):
+                each.put_in_place()
 
 
 class _ByThread:
@@ -58,18 +84,33 @@ class _ByThread:
     restore: Callable[[], None]
     """Puts what was there before in its place."""
 
-    def __init__(self, original: Any, stand_in: Any) -> None:
+    def __init__(self, owner: Any, name: str, original: Any, stand_in: Any) -> None:
+        self._owner, self._name = owner, name
         self._original, self._stand_in = original, stand_in
         self._here = threading.local()
         self._here.is_replaced = True
         self.has_ended = False
+
+    def put_in_place(self) -> None:
+        """Take the place of the original."""
+        self.restore = replace_attribute(self._owner, self._name, self)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread made it."""
+        return getattr(self._here, "is_replaced", False)
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether nothing else has taken the place since."""
+        return vars(self._owner).get(self._name) is self
 
     def end(self) -> None:
         """Be the original everywhere, for code that imported this by name, and below that of another thread."""
         self._stand_in, self.has_ended = self._original, True
 
     def _chosen(self) -> Any:
-        return self._stand_in if getattr(self._here, "is_replaced", False) else self._original
+        return self._stand_in if self.is_here else self._original
 
     def __get__(self, instance: Any, owner: type) -> Any:
         chosen = self._chosen()

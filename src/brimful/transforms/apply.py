@@ -23,6 +23,7 @@ from brimful.settings import (
 )
 from brimful.torch_utils.module_names import plain_modules, resolved, unwrapped
 from brimful.transforms.chunked_loss import DeferringLinear
+from brimful.transforms.compiled import CompiledModules, compiled_calls
 from brimful.transforms.input_ops import FollowedForward, InputOps
 from brimful.transforms.offload import OffloadSchedule, ScheduledUnit
 from brimful.transforms.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns
@@ -43,11 +44,14 @@ class Applied:
     """The units that are not kept."""
     _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
     _switched_off: list[tuple[nn.Module, str]] = field(repr=False)
+    _compiled: list[nn.Module] = field(repr=False)
 
     def remove(self) -> None:
-        """Restore the forward and the checkpointing of every module; calling it again does nothing."""
+        """Restore the call, forward and checkpointing of every module; calling it again does nothing."""
         while self._switched_off:
             setattr(*self._switched_off.pop(), True)
+        while self._compiled:
+            self._compiled.pop()._compiled_call_impl = None
         for module, stand_in in self._patched:
             if module.__dict__.get("forward") is stand_in:
                 del module.__dict__["forward"]
@@ -55,8 +59,8 @@ class Applied:
                     module.forward = stand_in.forward
 
 
-def apply_units(model: nn.Module, settings: Settings) -> Applied:
-    """Put the unit actions of `settings` in force on `model`.
+def apply_units(model: nn.Module, settings: Settings, compiled: CompiledModules | None = None) -> Applied:
+    """Put the unit actions of `settings` in force on `model`, and compile what they compile.
 
     Parameters, buffers, `state_dict` keys, classes and hooks stay as they are. Hooks of a unit fire once per
     forward, as before; those of modules inside it fire again when it is recomputed. Offloading takes the saved
@@ -65,14 +69,15 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     Args:
         model: The model the settings were planned for, by itself or wrapped, by `torch.compile` for instance.
         settings: Their `units` name modules by path, or runs of a Sequential's children.
+        compiled: Compiles modules; None compiles them by Inductor for the device that they are on.
 
     Returns:
         What `remove` undoes.
 
     Raises:
         UnknownNameError: A unit is not in the model, which then stays as it was.
-        UsageError: The model has actions in force already, two units overlap as runs, or a unit cannot be
-            offloaded; it stays as it was.
+        UsageError: The model has actions in force already, two units overlap as runs, a unit cannot be
+            offloaded, or nothing can be compiled; it stays as it was.
     """
     modules = plain_modules(model)
     settings = _by_plain_names(settings, modules)
@@ -102,12 +107,21 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
         raise UsageError("a unit is named twice, or a Sequential and also a run of its children.")
     _check_offloaded(settings.units, modules)
+    calls = list(compiled_calls(settings, modules, compiled))
     for module, stand_in in stand_ins:
         module.forward = stand_in
+    for module, call in calls:
+        module._compiled_call_impl = call
     switches = [] if settings.own_checkpointing else list(_switches_on(model))
     for module, name in switches:
         setattr(module, name, False)
-    return Applied(model=model, units=settings.changed, _patched=tuple(stand_ins), _switched_off=switches)
+    return Applied(
+        model=model,
+        units=settings.changed,
+        _patched=tuple(stand_ins),
+        _switched_off=switches,
+        _compiled=[module for module, _call in calls],
+    )
 
 
 def _switches_on(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from brimful.capture.recording.facts import shown_path
 from brimful.torch_utils.module_names import plain_namer
@@ -56,6 +57,8 @@ class ModuleCalls:
         self._numbers: list[int] = []
         self._owners: list[str] = []
         self._last_backward = LOSS
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._add_hooks: Callable[[], tuple[RemovableHandle, ...]] = tuple
 
     def add(self, model: nn.Module, prefix: str = "") -> None:
         """Name the modules of a model; the paths of a further one begin with `prefix`."""
@@ -80,8 +83,11 @@ class ModuleCalls:
                 self._leave(module, inputs_and_output[:-1])
 
         self._thread = threading.get_ident()
-        before = register_module_forward_pre_hook(enter)
-        after = register_module_forward_hook(leave, with_kwargs=True, always_call=True)
+        self._add_hooks = lambda: (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+        )
+        self._hooks = self._add_hooks()
         run_again = Call.run_again
 
         def followed(call: Call) -> None:
@@ -93,9 +99,26 @@ class ModuleCalls:
             with replaced(Call, "run_again", followed), self._follow_input_ops():
                 yield
         finally:
-            before.remove()
-            after.remove()
-            _global_forward_hooks_with_kwargs.pop(after.id, None)  # which torch leaves there
+            self._remove_hooks()
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Take what runs while the context is open for ops of one module, and follow no calls inside of it.
+
+        Compiled code calls no modules, and hooks would become part of it.
+        """
+        self._remove_hooks()
+        self._enter(module, ())
+        try:
+            yield
+        finally:
+            self._leave(module, None)
+            self._hooks = self._add_hooks()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+            _global_forward_hooks_with_kwargs.pop(hook.id, None)  # which torch leaves there
 
     @contextmanager
     def _follow_input_ops(self) -> Iterator[None]:

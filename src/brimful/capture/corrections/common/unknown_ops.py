@@ -12,7 +12,8 @@ from brimful.capture.corrections.rule import Rule
 aten = torch.ops.aten
 
 _KNOWN_NAMESPACES = frozenset(
-    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp", "triton_kernels"}
+    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp"}
+    | {"triton_kernels", "inductor_kernels", "inductor"}
 )
 _OF_BITSANDBYTES = frozenset({"bitsandbytes", "bitsandbytes_stand_in"})
 """Namespaces of bitsandbytes' ops, and of those that predict them where it is not installed."""

@@ -1,0 +1,218 @@
+"""Compiled modules in a capture: Inductor compiles them, and what it made runs on fake tensors.
+
+All of it is Inductor's own: the graph, what it saves for backward, fusion, reuse of buffers, and the wrapper
+in Python that allocates, launches kernels and frees. Only the kernels are replaced, by ops that compute
+nothing. So a recorder sees the blocks of memory that a compiled step makes, and when each is freed.
+
+Nothing of it stays in the process: torch keeps compiled code with code objects that are made for one capture,
+the wrapper is a module that no cache of Inductor's knows, and its caches of graphs are off.
+
+Private torch APIs used here: `torch._inductor.compile_fx`, `GraphLowering._compile_to_module_lines`,
+`async_compile.AsyncCompile`, `cpu_vec_isa.valid_vec_isa_list`, names in a generated wrapper,
+`torch.utils._python_dispatch._disable_current_modes`, `torch.utils._pytree`,
+`torch._C.DisableTorchFunction` (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.triton_kernels import kernel_op
+from brimful.devices import Device
+from brimful.errors import UsageError
+from brimful.torch_utils.replaced import originals_in_place, replaced
+from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
+
+_CONFIG = {"force_disable_caches": True}
+"""Of Inductor: no caches on disk or in the process."""
+
+
+class CapturedInductor(CompiledModules):
+    """Compiles modules of fake tensors, whose ops `recorder` records; `modules` says whose ops they are.
+
+    It is made before rules change torch's table of decompositions: Inductor copies that as it is imported, and
+    would keep what is for fakes alone for all that the process compiles. Raises `UsageError` for a GPU.
+    """
+
+    def __init__(self, device: Device, mode: FakeTensorMode, recorder: Recorder, modules: ModuleCalls) -> None:
+        if device.kind != "cpu":
+            raise UsageError(
+                f"compile is asked for {device.name}, and compiled steps are predicted for a CPU alone so far. "
+                'Take "cpu", or leave compile out: the eager step is predicted then.'
+            )
+        import torch._inductor.decomposition  # noqa: F401
+
+        super().__init__(self._compile)
+        self._mode, self.recorder, self._modules = mode, recorder, modules
+        self._records = True
+
+    def call_of(self, module: nn.Module, fqn: str) -> CompiledCall:
+        """What is called in the module's place."""
+        return _CapturedCall(module, fqn, self.function_for(module), self)
+
+    @contextmanager
+    def calling(self, module: nn.Module, *, records: bool = True) -> Iterator[None]:
+        """Let torch compile the module and call it as in a real step while the context is open.
+
+        Without `records` nothing of it is recorded. Torch does not compile under dispatch modes, and would
+        compile what a capture has replaced.
+        """
+        with (
+            self._modules.inside(module),
+            originals_in_place(),
+            torch.compiler.set_stance("default"),
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+        ):
+            self._records = records
+            yield
+
+    def _compile(self, graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
+
+    def _lower(self, graph: Any, inputs: Any, **options: Any) -> Any:
+        """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
+        from torch._inductor import cpu_vec_isa
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.graph import GraphLowering
+
+        with ExitStack() as stack:
+            stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
+            # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
+            stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
+            stack.enter_context(_disable_current_modes())
+            made: Any = compile_fx_inner(graph, inputs, **options)
+        wrapper = made.current_callable
+
+        def run(args: list[Any]) -> Any:
+            with self._modes():
+                return wrapper(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Put fakes and the recorder in force, which `calling` hid; in backward they are in force already."""
+        active = _get_current_dispatch_mode_stack()
+        with ExitStack() as stack:
+            for mode in (self._mode, *([self.recorder] if self._records else [])):
+                if mode not in active:
+                    stack.enter_context(mode)
+            yield
+
+
+class _CapturedCall(CompiledCall):
+    """Compiles a module with copies of its arguments first: the compiler would keep those of the step."""
+
+    def __init__(self, module: nn.Module, fqn: str, compiled: Compiled, inductor: CapturedInductor) -> None:
+        super().__init__(module, fqn, compiled)
+        self._inductor = inductor
+        self._seen: set[Hashable] = set()
+
+    def _run(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._key(args, kwargs)
+        if key not in self._seen:
+            with self._inductor.recorder.paused():
+                copies = _copied((args, kwargs))
+            with self._inductor.calling(self._module, records=False):
+                super()._run(compiled, *copies)
+            self._seen.add(key)
+        with self._inductor.calling(self._module):
+            return super()._run(compiled, args, kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What decides whether torch compiles again."""
+        tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        shapes = tuple((each.shape, each.stride(), each.dtype, each.requires_grad) for each in tensors)
+        return shapes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), self._module.training
+
+    def _note(self, text: str) -> None:
+        self._inductor.recorder.facts.note(text)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of arguments, with new tensors in the place of theirs, parameters apart."""
+    memo = {
+        id(each): each if isinstance(each, nn.Parameter) else _like(each)
+        for each in tree_leaves(value)
+        if isinstance(each, Tensor)
+    }
+    return copy.deepcopy(value, memo)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+class _FakeKernels:
+    """Stands in for Inductor's compiler of kernels in a generated wrapper."""
+
+    def cpp_pybinding(self, argument_types: list[str], _source: str) -> _FakeKernel:
+        """A kernel for a CPU."""
+        return _FakeKernel(argument_types)
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        """Give each kernel its name; called when all are there."""
+        for name, value in scope.items():
+            if isinstance(value, _FakeKernel):
+                value.name = name
+
+
+class _FakeKernel:
+    """A kernel that computes nothing: its launch is an op that reads and writes its tensors."""
+
+    def __init__(self, argument_types: list[str]) -> None:
+        self.name = ""
+        self._is_read = ["const" in each for each in argument_types]
+
+    def __call__(self, *args: Any) -> None:
+        """Launch it."""
+        tensors = [each for each in zip(self._is_read, args, strict=True) if isinstance(each[1], Tensor)]
+        read, written = ([tensor for reads, tensor in tensors if reads is way] for way in (True, False))
+        kernel_op("inductor_kernels", self.name, "Tensor[] read, Tensor(a!)[] written")(read, written)
+
+
+def _loaded(lowering: Any, wrapper_code: Any) -> ModuleType:
+    """The generated wrapper as a module that no cache has, with what it calls in C++ replaced by ops."""
+    from torch._inductor import async_compile
+
+    module = ModuleType("torch._inductor.wrapper_on_fakes")  # as torch's own, so that no line in it is noted
+    module.__file__ = "<Inductor's wrapper>"
+    vars(module).update(lowering.constants)
+    vars(module).update(lowering.torchbind_constants)
+    with replaced(async_compile, "AsyncCompile", _FakeKernels):
+        exec(compile(wrapper_code.value, module.__file__, "exec"), vars(module))
+    vars(module).update(_ON_FAKES)
+    lowering.cache_key, lowering.cache_path, lowering.cache_linemap = "", None, []
+    return module
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_ON_FAKES: Mapping[str, Callable[..., Any]] = {
+    "empty_strided_cpu": _empty_strided,
+    "reinterpret_tensor": _reinterpreted,
+}
+"""What a wrapper calls in C++, which takes real tensors, by name."""

@@ -1,0 +1,299 @@
+"""Steps compiled by Inductor, predicted without compiling or running them, beside measured ones on this CPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.codecache import PyCodeCache
+
+import brimful as bf
+from brimful.capture import capture_step, inductor
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.errors import CaptureError, UsageError
+from brimful.memory import predict_memory
+from brimful.settings import Action, Compile, UnitAction
+from brimful.trace import Trace
+from brimful.transforms import apply_units
+from brimful.transforms.compiled import CompiledCall
+from helpers.captured_jobs import A100, CPU
+
+# The compiler reads `.grad` of what it is given, and hides torch's warning; as an error it comes through.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+WITHIN = 0.01
+"""Fraction by which predicted peaks may be off: what kernels of oneDNN hold inside is the only known cause."""
+
+
+def tiny(family: str) -> bf.Job:
+    """A language model of two layers."""
+    common = {"vocab_size": 500, "attn_implementation": "sdpa"}
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "bert": lambda: hf.BertForMaskedLM(
+            hf.BertConfig(
+                hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=256, **common
+            )
+        ),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=64, n_layer=2, n_head=2, **common)),
+        "llama": lambda: hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                hidden_size=64,
+                intermediate_size=176,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                **common,
+            )
+        ),
+    }
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        ids = torch.arange(samples * 64).reshape(samples, 64) % 500
+        return {"input_ids": ids, "labels": ids}
+
+    return bf.Job(model=makers[family], loss=lambda model, batch: model(**batch).loss, batch=batch)
+
+
+class Breaks(nn.Module):
+    """A block whose graph breaks, as it prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + self.inner(x).tanh()
+
+
+class Block(nn.Module):
+    """What Inductor fuses, saves and draws: a norm, products, an activation, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def blocks(*classes: type[nn.Module]) -> bf.Job:
+    return bf.Job(
+        model=lambda: nn.Sequential(*(each() for each in classes)),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.rand(n, 64, 32),
+        optimizer="sgd",
+    )
+
+
+def settings_of(*units: str, **others: Any) -> bf.Settings:
+    kept = tuple(UnitAction(fqn=unit, action=Action.KEEP) for unit in units)
+    return bf.Settings(**{"micro_batch_size": 8, "units": kept, "compile": Compile.UNITS} | others)
+
+
+def capture(job: bf.Job, settings: bf.Settings) -> Trace:
+    return capture_step(job, settings, CPU, steps=1)
+
+
+def peak(trace: Trace) -> int:
+    return predict_memory(trace).peak_allocated_bytes
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels are compiled without optimization, which takes less time and as much memory.
+
+    They are compiled by this code, and not found in the cache of an earlier run.
+    """
+    monkeypatch.setenv("TORCHINDUCTOR_DEBUG_COMPILE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_the_peak_of_compiled_units_is_predicted(family: str) -> None:
+    found = bf.estimate(tiny(family), "cpu", micro_batch_size=4, compile="units")
+    layers = [unit.fqn for unit in found.settings.units if unit.fqn.endswith((".0", ".1"))]
+    assert len(layers) == 2
+    assert not [note for note in found.uncertain_ops if "eagerly" in note]
+    measured = bf.measure(tiny(family), found.settings, "cpu")
+    assert found.predicted_peak_allocated_bytes == pytest.approx(
+        measured.measured_peak_allocated_bytes, rel=WITHIN
+    )
+    eager = bf.estimate(tiny(family), "cpu", micro_batch_size=4)
+    assert found.predicted_peak_allocated_bytes < eager.predicted_peak_allocated_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+def test_the_peak_of_a_compiled_model_is_predicted() -> None:
+    found = bf.estimate(tiny("bert"), "cpu", micro_batch_size=4, compile="model")
+    measured = bf.measure(tiny("bert"), found.settings, "cpu")
+    assert found.predicted_peak_allocated_bytes == pytest.approx(
+        measured.measured_peak_allocated_bytes, rel=WITHIN
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[Trace]:
+    """Two blocks compiled by themselves."""
+    return capture(blocks(Block, Block), settings_of("0", "1"))
+
+
+def default_stance_ignored(stance: str, set_stance: Callable[..., Any] = torch.compiler.set_stance) -> Any:
+    return nullcontext() if stance == "default" else set_stance(stance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (inductor, "originals_in_place", nullcontext),
+        (ModuleCalls, "inside", lambda *_: nullcontext()),
+        (torch.compiler, "set_stance", default_stance_ignored),
+        (torch._C, "DisableTorchFunction", nullcontext),
+        (inductor.CapturedInductor, "_modes", lambda _: nullcontext()),
+        (inductor, "_ON_FAKES", {"empty_strided_cpu": inductor._empty_strided}),
+        (inductor, "_ON_FAKES", {"reinterpret_tensor": inductor._reinterpreted}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_patch_is_needed(
+    owner: Any, name: str, instead: Any, compiled: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If torch changes so that a patch does nothing, this shows it, and not a user's plan.
+
+    Without `_disable_current_modes` the process ends.
+    """
+    monkeypatch.setattr(owner, name, instead)
+    try:
+        found = capture(blocks(Block, Block), settings_of("0", "1"))
+    except CaptureError:
+        return
+    assert (found.ops, found.compiled_lines) != (compiled.ops, compiled.compiled_lines)
+
+
+@pytest.mark.slow
+def test_the_compiler_keeps_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is given copies: in a real step what it kept is freed before the steps that count."""
+    settings = settings_of("model.layers.0", "model.layers.1")
+    right = peak(capture(tiny("llama"), settings))
+
+    def at_once(call: Any, compiled: Any, args: Any, kwargs: Any) -> Any:
+        with call._inductor.calling(call._module):
+            return CompiledCall._run(call, compiled, args, kwargs)
+
+    monkeypatch.setattr(inductor._CapturedCall, "_run", at_once)
+    assert peak(capture(tiny("llama"), settings)) > right
+
+
+def test_alike_units_are_compiled_once_and_read_what_fused_kernels_move(compiled: Trace) -> None:
+    fused = [op for op in compiled.ops if op.name.startswith("inductor_kernels.")]
+    assert {op.module for op in fused} == {"0", "1"}
+    assert all(op.read_bytes and op.written_bytes for op in fused)
+    assert sum(op.flops for op in compiled.ops if op.module == "1") == sum(
+        op.flops
+        for op in capture(blocks(Block, Block), settings_of(compile=Compile.NONE)).ops
+        if op.module[:1] == "1"
+    )
+
+
+def test_nothing_of_a_capture_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    before = len(PyCodeCache.modules)
+    job = blocks(Block, Block)
+    assert capture(job, settings_of("0", "1")) == capture(job, settings_of("0", "1"))
+    assert len(PyCodeCache.modules) == before
+    assert not {"fxgraph", "aotautograd"} & {path.name for path in tmp_path.iterdir()}
+
+
+class Numbered(Block):
+    """A block that reads its number, for which it is compiled by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(NUMBERS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.number * self.down(self.up(x))
+
+
+NUMBERS = count(2)
+
+
+@pytest.mark.slow
+def test_more_graphs_than_torch_compiles_by_default() -> None:
+    total = torch._dynamo.config.recompile_limit + 1
+    trace = capture(blocks(*[Numbered] * total), settings_of(*map(str, range(total))))
+    assert not trace.uncertain_ops
+
+
+def test_what_breaks_the_graph_runs_eagerly_with_a_note() -> None:
+    trace = capture(blocks(Block, Breaks), settings_of("0", "1"))
+    assert [note for note in trace.uncertain_ops if note.startswith("'1' runs eagerly")]
+    assert {op.module for op in trace.ops if op.name.startswith("inductor_kernels.")} == {"0"}
+    alone = capture(blocks(Breaks), settings_of("0"))
+    assert alone.ops == capture(blocks(Breaks), settings_of(compile=Compile.NONE)).ops
+
+
+def test_without_a_cpp_compiler_steps_are_predicted_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, settings = blocks(Block), settings_of("0")
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert not capture(job, settings).uncertain_ops
+        with pytest.raises(UsageError, match=r"needs a C\+\+ compiler on a CPU.*no-such-compiler"):
+            bf.measure(job, settings, "cpu")
+
+
+def test_a_gpu_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"compile is asked for A100.*for a CPU alone so far"):
+        capture_step(blocks(Block), settings_of("0"), A100)
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(UsageError, match="of 0 units in the settings none is"):
+        apply_units(model, settings_of())
+    recomputed = (UnitAction(fqn="0", action=Action.RECOMPUTE),)
+    with pytest.raises(UsageError, match="as a whole with 1 units recomputed"):
+        settings_of(compile=Compile.MODEL, units=recomputed)
+    with pytest.raises(UsageError, match="one of 2 ranks"):
+        settings_of("0", world_size=2)
+    model[0].compile()
+    with pytest.raises(UsageError, match="compiled or wrapped already"):
+        apply_units(model, settings_of("0"))
+
+
+class Steady(Block):
+    """A block that draws nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Identity()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_units_train_alike_but_for_rounding() -> None:
+    """Also after a capture of the same graphs: what it changed in torch would show here."""
+    job, settings = blocks(Steady, Steady), settings_of("0", "1", micro_batch_size=4)
+    capture(job, settings)
+    report = bf.verify(job, settings, "cpu")
+    compiling = next(each for each in report.comparisons if each.name == "compiling")
+    assert 0 < compiling.largest_difference <= compiling.bound
+    model = job.model()
+    keys, optimizer = list(model.state_dict()), torch.optim.SGD(model.parameters(), lr=0.1)
+    step = bf.apply(settings, job, model, optimizer)
+    before = step(job.batch(4)).loss
+    assert list(model.state_dict()) == keys
+    assert [block._compiled_call_impl is not None for block in model] == [True, True]
+    step.remove()
+    assert [block._compiled_call_impl for block in model] == [None, None]
+    assert before.isfinite()
