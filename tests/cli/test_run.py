@@ -84,7 +84,7 @@ def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
 def test_what_was_seen_is_written_as_json(folder: Path) -> None:
     brimful(folder, "run", "--steps", "4", "--output", "seen.json", "train.py")
     seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
-    assert seen["steps"] == 4
+    assert (seen["script"], seen["steps"]) == ("train.py", 4)
     parameters_bytes = (16 * 64 + 64 + 64 * 4 + 4) * 4
     assert seen["categories"]["parameters"] == parameters_bytes
     assert {each["check"] for each in seen["findings"]} >= {"history-kept"}

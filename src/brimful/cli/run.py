@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shlex
 import signal
 import sys
 from contextlib import suppress
@@ -109,7 +110,8 @@ def run(
         is_shown = ran.shows_report and has_begun and not has_ended
         if is_shown and os.getpid() == process:  # not in a fork that exits
             is_first = is_first_rank()  # others show what went wrong in them
-            _show(ran.evidence, file if is_first else None, timelines if is_first else [])
+            shown = shlex.join([script, *context.args])
+            _show(ran.evidence, shown, file if is_first else None, timelines if is_first else [])
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -130,14 +132,15 @@ def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
-def _show(evidence: Evidence, file: Path | None, timelines: list[Path]) -> None:
+def _show(evidence: Evidence, script: str, file: Path | None, timelines: list[Path]) -> None:
     """Show and write what was seen; that neither can be done leaves the script's exit status."""
     from brimful.doctor import watched_document, watched_text
 
     try:
         say(watched_text(evidence))
         if file is not None:
-            write_file(file, json.dumps(watched_document(evidence), indent=2))
+            write_file(file, json.dumps({"script": script, **watched_document(evidence)}, indent=2))
+            say(f"for a page: brimful report {shlex.quote(str(file))}")
         for each in timelines:
             write_file(each, written_timeline(evidence.trace, each.suffix))
     except SaveError as error:

@@ -15,6 +15,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part, tensors_in
+from brimful.devices.this_machine import memory_left_bytes
 from brimful.errors import SizeError
 from brimful.execution.setup import expands_segments
 from brimful.memory import HeldStorage
@@ -90,7 +92,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         module_classes=tuple((path, type(each).__name__) for path, each in seen.names.modules.items()),
         not_found_bytes=max(allocated_bytes - sum(each.held_bytes for each in held), 0),
         unused_bytes=size_after(text, r"allocated by PyTorch, (?:with .*? private pools.*?, )?and "),
-        free_bytes=psutil.virtual_memory().available if is_host else _free_bytes(text, device),
+        free_bytes=_free_on_host() if is_host else _free_bytes(text, device),
         others=_others(text),
         reached_fraction=seen.reached_fraction(phase),
         largest_saved_bytes=max(
@@ -135,6 +137,18 @@ def _device_of(text: str, *, is_host: bool) -> torch.device:
         return torch.device("cpu")
     named = re.search(r"\bGPU (\d+)\b", text)
     return torch.device("cuda", torch.cuda.current_device() if named is None else int(named[1]))
+
+
+def _free_on_host() -> int:
+    """Free memory of the host, as far as this process may have it."""
+    free = [psutil.virtual_memory().available, *memory_left_bytes()]
+    if sys.platform != "win32":
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        used = psutil.Process().memory_info().vms
+        free += [] if limit == resource.RLIM_INFINITY else [max(limit - used, 0)]
+    return min(free)
 
 
 def _free_bytes(text: str, device: torch.device) -> int | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import Tensor, nn
@@ -384,3 +386,17 @@ def test_what_is_there_beside_the_model_is_counted() -> None:
             optimizer.step()
     assert watched_document(watch.evidence())["categories"]["other_tensors"] == 1 << 20
     assert made.numel() == beside.numel()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_free_memory_is_within_the_limit_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    used = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (used + (1 << 20), -1))
+    with pytest.raises(torch.OutOfMemoryError) as raised, bf.explain_out_of_memory():
+        raise torch.OutOfMemoryError(
+            "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: you tried to allocate 8 bytes"
+        )
+    (free,) = re.findall(r"free +([\d.]+ \w+)", raised.value.__notes__[0])
+    assert free.endswith(("KiB", "MiB", " B"))

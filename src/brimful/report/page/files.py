@@ -69,6 +69,7 @@ class _Failure:
 class _WatchedFile:
     """What a page shows of the document of `brimful run --output`."""
 
+    script: str = ""
     device: str
     steps: int
     peak_bytes: NonNegativeInt | None
@@ -128,6 +129,10 @@ def estimate_file_page(content: bytes, *, where: str) -> Page:
     )
 
 
+_SCRIPT_CELLS = 100
+"""Characters of a script and its arguments in a title. A choice."""
+
+
 def watched_file_page(content: bytes, *, where: str) -> Page:
     """The page of what `brimful run --output` wrote.
 
@@ -142,7 +147,8 @@ def watched_file_page(content: bytes, *, where: str) -> Page:
         *timeline_sections(found.timeline),
         *module_sections(found.modules, {}),
     ]
-    title = f"watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}"
+    script = found.script and f"{found.script[:_SCRIPT_CELLS]}: "
+    title = f"{script}watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}"
     if why := why_partial(found.error, found.compiled):
         return Page(title=title, sections=(Section(title="Recording", content=(Remark("note", why),)),))
     asked_bytes = 0 if found.failed is None else found.failed.requested_bytes or 0
