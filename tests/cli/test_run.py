@@ -183,7 +183,7 @@ def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -
     assert watched.stdout == alone.stdout
     assert "True beside ['sub/script.py', 'a']" in watched.stdout
     assert watched.returncode == alone.returncode == 1
-    assert watched.stderr.count("watched 0") == 1
+    assert watched.stderr.count("for a page") == 1
     assert (tmp_path / "seen.json").exists()
 
 

@@ -106,12 +106,12 @@ def run(
                 on_step=showing_evidence(page),
             )
         has_ended = within is not None and within.has_ended_script
-        has_begun = bool(ran.evidence.trace.events or not ran.exit_status or ran.evidence.error)
-        is_shown = ran.shows_report and has_begun and not has_ended
-        if is_shown and os.getpid() == process:  # not in a fork that exits
+        if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
             is_first = is_first_rank()  # others show what went wrong in them
             shown = shlex.join([script, *context.args])
-            _show(ran.evidence, shown, file if is_first else None, timelines if is_first else [])
+            _show(
+                ran.evidence, ran.exit_status, shown, file if is_first else None, timelines if is_first else []
+            )
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -132,12 +132,14 @@ def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
-def _show(evidence: Evidence, script: str, file: Path | None, timelines: list[Path]) -> None:
+def _show(evidence: Evidence, status: int, script: str, file: Path | None, timelines: list[Path]) -> None:
     """Show and write what was seen; that neither can be done leaves the script's exit status."""
     from brimful.doctor import watched_document, watched_text
 
+    has_failed_early = status and not (evidence.trace.events or evidence.error)
     try:
-        say(watched_text(evidence))
+        if not has_failed_early:
+            say(watched_text(evidence))
         if file is not None:
             write_file(file, json.dumps({"script": script, **watched_document(evidence)}, indent=2))
             say(f"for a page: brimful report {shlex.quote(str(file))}")
