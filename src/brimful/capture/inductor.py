@@ -16,6 +16,7 @@ Private torch APIs used here: `torch._inductor.compile_fx`, `GraphLowering._comp
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -95,6 +96,7 @@ class CapturedInductor(CompiledModules):
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
             stack.enter_context(_disable_current_modes())
+            stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())  # which Inductor raises
             made: Any = compile_fx_inner(graph, inputs, **options)
         wrapper = made.current_callable
 

@@ -1,5 +1,6 @@
 """Steps compiled by Inductor, predicted without compiling or running them, beside measured ones on this CPU."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -208,10 +209,14 @@ def test_alike_units_are_compiled_once_and_read_what_fused_kernels_move(compiled
 
 def test_nothing_of_a_capture_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1500)
     before = len(PyCodeCache.modules)
     job = blocks(Block, Block)
     assert capture(job, settings_of("0", "1")) == capture(job, settings_of("0", "1"))
     assert len(PyCodeCache.modules) == before
+    assert sys.getrecursionlimit() == 1500
+    sys.setrecursionlimit(limit)
     assert not {"fxgraph", "aotautograd"} & {path.name for path in tmp_path.iterdir()}
 
 

@@ -233,7 +233,7 @@ def test_folders_are_searched_and_what_is_not_python_is_a_finding_beside_the_oth
     (tmp_path / "leaky.py").write_text(HEAD + CLEAN.replace("total += loss.detach()", "total += loss"))
     for text, why, line in (
         ("x = 1\ny = (\n", "it is not Python: '(' was never closed", 2),
-        ("import torch\n" + "+".join(["1"] * 5000), "nested too deeply", 1),
+        ("import torch\n" + "+".join(["1"] * 20_000), "nested too deeply", 1),
         ("# coding: none\n", "it is not Python: unknown encoding", 1),
     ):
         (tmp_path / "broken.py").write_text(text)
