@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +98,10 @@ def _file_of_factors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 @pytest.fixture(autouse=True)
 def _no_factors_of_other_tests(_file_of_factors: Path) -> None:
     _file_of_factors.unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes_makes_no_exceptions() -> None:
+    """It keeps exceptions from 8 bits by a parameter's place in its group, for all optimizers to come."""
+    if (module := sys.modules.get("bitsandbytes.optim.optimizer")) is not None:
+        module.GlobalOptimManager._instance = None

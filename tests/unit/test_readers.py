@@ -71,7 +71,6 @@ READERS = {
         "read_regular_file": CONFIGURATION,
         "parse_json": CONFIGURATION,
     },
-    "torch_utils/held_names.py": {"read_text": "source of code that runs, to name a line of it"},
     "doctor/script.py": {"read_bytes": "the script that the user names to `brimful run`"},
     "doctor/snapshot.py": {"read_regular_file": SNAPSHOT},
     "doctor/source_checks.py": {"read_regular_file": SCRIPT},
