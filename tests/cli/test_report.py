@@ -95,7 +95,7 @@ MEMORY = "Memory in tensors by category"
         (("plan.json", "--model", "job.py:job"), "tiny on cpu", [MEMORY]),
         (("run",), "tiny on cpu: 6 steps", ["Loss", "Step time"]),
         (("run", "--model", "job.py:job"), "tiny on cpu: 6 steps", ["Loss", "Step time", MEMORY]),
-        (("watched.json",), "watched 3 optimizer steps on cpu", [MEMORY]),
+        (("watched.json",), "script.py: watched 3 optimizer steps on cpu", [MEMORY]),
     ],
 )
 def test_each_kind_of_source_makes_a_page(
