@@ -252,7 +252,7 @@ def compare(name: str, mode: str) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     """Measure and keep rows, until it is interrupted."""
     os.environ["TORCHINDUCTOR_DEBUG_COMPILE"] = "1"
-    rows = Rows("compiled.json", "python benchmarks/compiled.py", "transformers")
+    rows = Rows("compiled.json", " ".join(("python benchmarks/compiled.py", *names)), "transformers")
     try:
         for name in names or JOBS:
             for mode in MODES:
@@ -261,14 +261,14 @@ def main(names: list[str]) -> None:
                     print(name, mode, f"{rows.rows[-1]['error_fraction']:+.4%}", flush=True)
     except KeyboardInterrupt:
         print("stopped; what is measured is kept")
-    compiled = [abs(row["error_fraction"]) for row in rows.rows if row["compile"] != "none"]
+    asked = [row for row in rows.rows if row["compile"] != "none"]
+    compiled = [abs(row["error_fraction"]) for row in asked if not row["ran_eagerly"]]
     eager = {
         row["model"]: row["measured_peak_allocated_bytes"] for row in rows.rows if row["compile"] == "none"
     }
     changes = {
         f"{row['model']} {row['compile']}": row["measured_peak_allocated_bytes"] / eager[row["model"]] - 1
-        for row in rows.rows
-        if row["compile"] != "none"
+        for row in asked
     }
     summary = {
         "compiled_rows": len(compiled),

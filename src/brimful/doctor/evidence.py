@@ -92,8 +92,8 @@ def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Ba
 
 _LACKING = {
     "sharded": "weights that FSDP2 gathers are not counted, and checks of gradients are silent",
-    "evaluation": "of an evaluation between these steps six forwards were recorded: its own peak may be higher",
-    "full": "recording ended after 300,000 ops: no step of an optimizer of torch.optim ended it",
+    "evaluation": "an evaluation between these steps was recorded in part: its peak may be higher",
+    "full": "recording ended, as too many ops ran before an optimizer of torch.optim had stepped often enough",
 }
 """What the figures lack, by flag."""
 

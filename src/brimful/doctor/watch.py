@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -102,7 +102,7 @@ class Watch:
         self._backwards = Backwards(ops, self._before_backward)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
         self._evaluation_hooks = ExitStack()
-        """What sees the first evaluation after the recorded steps; not entered while compiled code runs."""
+        """What follows backward for the first evaluation too; closed before compiled code runs."""
         self._is_recording, self._eager, self._compiled = False, eager, ""
         self.error = ""
         self.on_step: Callable[[], None] = lambda: None
@@ -305,13 +305,21 @@ class Watch:
     def _note_evaluation(self, model: nn.Module) -> None:
         """Skip the forwards of an evaluation without gradients after the first ones, but not what it leaves."""
         ops = self._ops
-        self._evaluated = self._evaluated + 1 if ops.is_evaluating else 0
-        if ops.is_evaluating and any(each.requires_grad for each in model.parameters()):
+        if not ops.is_evaluating:
+            self._end_evaluation()
+            return
+        self._evaluated += 1
+        if any(each.requires_grad for each in model.parameters()):
             if self._evaluated == 1 and not self._held_results.gathered:
                 self._held_results = HeldResults(ops.device_type)
             self._held_results.note(model)
-        was_skipping, ops.is_skipping = ops.is_skipping, self._evaluated > FORWARDS
-        if was_skipping and not ops.is_skipping:
+        ops.is_skipping = self._evaluated > FORWARDS
+
+    def _end_evaluation(self) -> None:
+        """Record again, with what the forwards that were not recorded have left."""
+        ops, self._evaluated = self._ops, 0
+        if ops.is_skipping:
+            ops.is_skipping = False
             self._flags["evaluation"] = None
             ops.mark_unseen()
 
@@ -422,7 +430,7 @@ class Watch:
             self._join_first_steps()
         self._optimizers[id(optimizer)] = optimizer
         ops.begin()
-        self._evaluated, ops.is_skipping = 0, False
+        self._end_evaluation()
         names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
             ops.mark(parameter, Category.PARAMETERS, names.get(id(parameter), "parameter"))
@@ -522,11 +530,10 @@ class Watch:
         self._graphs.clear()
 
     def _note_not_optimized(self) -> None:
-        known = {id(p) for each in self._made_optimizers for p in parameters_of(each)}
-        stepped = {id(p) for each in self._optimizers.values() for p in parameters_of(each)}
+        stepped = _ids_of_parameters(self._optimizers.values())
         if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
             return
-        known |= stepped
+        known = stepped | _ids_of_parameters(self._made_optimizers)
         self._not_optimized = {
             ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
             for prefix, model in self._ops.modules.alive()
@@ -583,9 +590,8 @@ class Watch:
         Frozen parts of a model that is trained, which a recomputation may call by themselves, are none.
         """
         found: dict[str, int] = {}
-        reached = self._backwards.ever_reached | {
-            id(p) for each in self._made_optimizers for p in parameters_of(each)
-        }  # those of an optimizer that steps less often than others are trained too
+        # What an optimizer has that steps less often than others is trained too.
+        reached = self._backwards.ever_reached | _ids_of_parameters(self._made_optimizers)
         models = self._models_in_steps.values()
         trained = [parameters for _, _, parameters in models if not parameters.isdisjoint(reached)]
         for name, size_bytes, parameters in models:
@@ -601,6 +607,10 @@ class Watch:
             for prefix, model in reversed(self._ops.modules.alive())
             for name, parameter in model.named_parameters()
         }
+
+
+def _ids_of_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(parameter) for each in optimizers for parameter in parameters_of(each)}
 
 
 def _is_on_host(model: nn.Module) -> bool:

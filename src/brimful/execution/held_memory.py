@@ -633,10 +633,11 @@ def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
     for frame, _ in frames:
         values = locals_of(frame)
         if isinstance(model := values.get("self"), nn.Module) and frame.f_code.co_name == "forward":
+            names, several, by_name = inspect.getargs(frame.f_code)
             return [
                 (f"{name} of {type(model).__name__}", tensor)
-                for name in inspect.getargs(frame.f_code)[0]
-                + [*filter(None, inspect.getargs(frame.f_code)[1:])]
+                for name in (*names, several, by_name)
+                if name is not None
                 for tensor in tensors_in(values.get(name))
             ]
     return []
