@@ -111,7 +111,8 @@ class Watch:
         self._first_evaluation: FirstEvaluation | None = None
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """Those that have stepped."""
-        self._made_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimized: set[int] = set()
+        """Parameters of all optimizers, by id."""
         self._timed_optimizer = 0
         self._stepped: set[int] = set()
         self._ends: list[StepEnd] = []
@@ -149,7 +150,9 @@ class Watch:
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         hooks, stack = self._hooks, self._recording
-        self._made_optimizers.update(each for each in gc.get_objects() if issubclass(type(each), Optimizer))
+        self._optimized |= _ids_of_parameters(
+            each for each in gc.get_objects() if issubclass(type(each), Optimizer)
+        )
         hooks.enter_context(deep_stack())  # Python sees the nodes that it records
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -175,7 +178,7 @@ class Watch:
         self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
-            self._first_evaluation.end()
+            self._first_evaluation.end(is_whole=error is None or isinstance(error, SystemExit))
         if error is None or out_of_memory(error) is None:
             self._ops.forget_failure()
 
@@ -212,7 +215,9 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
-        late = () if evaluation is None else evaluation.found
+        evaluations, unused_graphs = {**self._evaluations}, {**self._unused_graphs}
+        for late in () if evaluation is None else evaluation.unused:
+            (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         trace = Trace(
@@ -240,10 +245,10 @@ class Watch:
             seconds_after=tuple(seconds for seconds, _ in self._after),
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
-            evaluations=(*self._evaluations.values(), *late),
+            evaluations=tuple(evaluations.values()),
             gathered=self._held_results.gathered or (() if evaluation is None else evaluation.gathered),
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
-            unused_graphs=tuple(self._unused_graphs.values()),
+            unused_graphs=tuple(unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
             divides_gradients=ops.divides_gradients,
             softmax_twice=tuple(ops.softmax_twice),
@@ -415,8 +420,8 @@ class Watch:
         add: Callable[..., None] = Optimizer.add_param_group
 
         def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
-            self._made_optimizers.add(optimizer)
             add(optimizer, *args, **named)
+            self._optimized |= _ids_of_parameters([optimizer])
 
         return replaced(Optimizer, "add_param_group", noted)
 
@@ -533,7 +538,7 @@ class Watch:
         stepped = _ids_of_parameters(self._optimizers.values())
         if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
             return
-        known = stepped | _ids_of_parameters(self._made_optimizers)
+        known = stepped | self._optimized
         self._not_optimized = {
             ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
             for prefix, model in self._ops.modules.alive()
@@ -591,7 +596,7 @@ class Watch:
         """
         found: dict[str, int] = {}
         # What an optimizer has that steps less often than others is trained too.
-        reached = self._backwards.ever_reached | _ids_of_parameters(self._made_optimizers)
+        reached = self._backwards.ever_reached | self._optimized
         models = self._models_in_steps.values()
         trained = [parameters for _, _, parameters in models if not parameters.isdisjoint(reached)]
         for name, size_bytes, parameters in models:
