@@ -50,9 +50,9 @@ if __name__ == "__main__":
 """
 
 
-def ran(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def ran(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A start of the interpreter; `brimful` is a fork of one that has loaded torch."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -199,10 +199,10 @@ def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     assert "watched" in watched.stderr
 
 
-RANKS = [{"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"}, {"OMPI_COMM_WORLD_RANK": "1"}]
+RANKS = [{"RANK": "1", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1"}]
 
 
-@pytest.mark.parametrize("variables", RANKS, ids=["torchrun", "srun", "mpirun"])
+@pytest.mark.parametrize("variables", RANKS, ids=["torchrun", "mpirun"])
 def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
     folder: Path, variables: dict[str, str]
 ) -> None:
@@ -221,6 +221,23 @@ def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
     assert not (folder / "seen.json").exists()  # which the first rank writes
     assert "watched 3" in brimful(folder, *command, "train.py", **first).stderr
     assert (folder / "seen.json").exists()
+
+
+def test_tasks_of_srun_that_do_not_connect_are_runs_of_their_own(folder: Path) -> None:
+    """Each has its report and its files; of tasks that connect, also for a while, the first alone has them."""
+    command, variables = ("run", "--output=seen.json", "--timeline=steps.json"), {"SLURM_PROCID": "1"}
+    alone = brimful(folder, *command, "train.py", **variables)
+    assert "task 1 of srun, a run of its own: watched 3" in alone.stderr
+    assert "for a page: brimful report" in alone.stderr
+    written = {each.name for each in folder.glob("*.json")}
+    assert written == {"seen.1.json", "steps.1.json"}
+    connect = "import torch.distributed as dist; dist.init_process_group('gloo', init_method=f'file:///{OWN}'"
+    text = SCRIPT.replace("    torch.manual_seed", f"    {connect}, rank=0, world_size=1)\n    torch.manual_seed")
+    text = text.replace("    weights =", "    dist.destroy_process_group()\n    weights =")
+    (folder / "train.py").write_text(text.replace("{OWN}", f"{folder}/store"), encoding="utf-8")
+    connected = ran(folder, "-m", "brimful", *command, "train.py", **variables)  # a fork of threads waits
+    assert (connected.returncode, connected.stderr) == (0, "")
+    assert {each.name for each in folder.glob("*.json")} == written
 
 
 def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:

@@ -21,10 +21,10 @@ from brimful.cli.report import timeline as written_timeline
 from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError, UsageError
 from brimful.utils.files import is_directory, write_file
-from brimful.utils.first_rank import is_first_rank
+from brimful.utils.first_rank import is_first_rank, srun_task
 
 if TYPE_CHECKING:
-    from brimful.doctor import Evidence
+    from brimful.doctor import ScriptRun
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
 
@@ -107,11 +107,12 @@ def run(
             )
         has_ended = within is not None and within.has_ended_script
         if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
-            is_first = is_first_rank()  # others show what went wrong in them
-            shown = shlex.join([script, *context.args])
-            _show(
-                ran.evidence, ran.exit_status, shown, file if is_first else None, timelines if is_first else []
-            )
+            files = [file, *timelines]
+            if ran.own_task:
+                files = [each and each.with_suffix(f".{ran.own_task}{each.suffix}") for each in files]
+            elif not is_first_rank():  # it shows what went wrong in it
+                files = [None]
+            _show(ran, shlex.join([script, *context.args]), *files)
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -123,27 +124,30 @@ def run(
 
 
 def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers:
+    from brimful.distributed.ranks import trains_with_ranks
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
     def say_once(text: str) -> None:
-        if is_first_rank():
+        if is_first_rank() or (srun_task() and not trains_with_ranks()):
             say(text)
 
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
-def _show(evidence: Evidence, status: int, script: str, file: Path | None, timelines: list[Path]) -> None:
+def _show(ran: ScriptRun, script: str, file: Path | None, *timelines: Path | None) -> None:
     """Show and write what was seen; that neither can be done leaves the script's exit status."""
     from brimful.doctor import watched_document, watched_text
 
-    has_failed_early = status and not (evidence.trace.events or evidence.error)
+    evidence = ran.evidence
+    has_failed_early = ran.exit_status and not (evidence.trace.events or evidence.error)
     try:
         if not has_failed_early:
-            say(watched_text(evidence))
+            task = f"task {ran.own_task} of srun, a run of its own: " if ran.own_task else ""
+            say(f"{task}{watched_text(evidence)}")
         if file is not None:
             write_file(file, json.dumps({"script": script, **watched_document(evidence)}, indent=2))
             say(f"for a page: brimful report {shlex.quote(str(file))}")
-        for each in timelines:
+        for each in filter(None, timelines):
             write_file(each, written_timeline(evidence.trace, each.suffix))
     except SaveError as error:
         say(str(error))

@@ -46,6 +46,8 @@ class ScriptRun:
     """Whether Ctrl-C ended it."""
     shows_report: bool
     """Whether what was seen is to be shown: of several ranks, not by all."""
+    own_task: str
+    """As `Watch.own_task`."""
 
 
 def run_script(
@@ -88,7 +90,8 @@ def run_script(
         evidence=watch.evidence(),
         exit_status=status,
         is_interrupted=isinstance(ended_by, KeyboardInterrupt),
-        shows_report=shows_report(ended_by),
+        shows_report=shows_report(ended_by, watch.own_task),
+        own_task=watch.own_task,
     )
 
 

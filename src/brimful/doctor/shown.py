@@ -18,7 +18,7 @@ class ShownWatch(Watch):
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         try:
-            if shows_report(error):
+            if shows_report(error, self.own_task):
                 self._show()
         except Exception as own:  # an error of the loop passes through
             self.error = self.error or f"{type(own).__name__}: {own}"

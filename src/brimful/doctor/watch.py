@@ -32,6 +32,7 @@ from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.cost.time_shares import time_shares
+from brimful.distributed.ranks import trains_with_ranks
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FORWARDS, FirstEvaluation, HeldResults
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
@@ -49,6 +50,7 @@ from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
 from brimful.utils.deep_stack import deep_stack
+from brimful.utils.first_rank import srun_task
 
 STEPS = 3
 """Optimizer steps that are recorded by default; as many are timed after them. A choice."""
@@ -107,6 +109,7 @@ class Watch:
         self.error = ""
         self.on_step: Callable[[], None] = lambda: None
         """Called after each recorded step, and after the last one that is timed."""
+        self._has_ranks = False
         self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
@@ -205,6 +208,11 @@ class Watch:
             ops.modules.is_paused = False
             if is_on_top:
                 ops.__enter__()
+
+    @property
+    def own_task(self) -> str:
+        """The number of a task of `srun` after the first, if it trains by itself; else ""."""
+        return "" if self._has_ranks or trains_with_ranks() else srun_task()
 
     def end_by(self, error: Exception) -> None:
         """End recording by an error of its own."""
@@ -446,6 +454,7 @@ class Watch:
     @_guarded
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         now = time.perf_counter()
+        self._has_ranks = self._has_ranks or trains_with_ranks()
         if not self._is_recording:
             self._note_time(optimizer, now)
             return
