@@ -131,7 +131,7 @@ class Evidence:
     softmax_twice: tuple[str, ...] = ()
     """Lines that call a softmax whose result another one reads."""
     untrained_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of parameters of models that run in steps and get no gradients, by class."""
+    """Bytes of parameters of models that run in steps and get no gradients, by name."""
     models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
     not_optimized: Mapping[str, int] = field(default_factory=dict)

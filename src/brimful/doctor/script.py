@@ -100,7 +100,9 @@ def _check_target(target: Path) -> None:
     if not target.exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
     if target.suffix in _NOT_SCRIPTS:
-        in_notebook = ": call brimful.watch() before its training loop" if target.suffix == ".ipynb" else ""
+        in_notebook = (
+            ": write `with brimful.watch():` around its training loop" if target.suffix == ".ipynb" else ""
+        )
         raise UsageError(f"{target} is not a Python script{in_notebook}.")
     if target.is_dir() and not (target / "__main__.py").exists():
         scripts = sorted(map(str, target.glob("*.py")))[:3]

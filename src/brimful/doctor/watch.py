@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
@@ -97,11 +97,8 @@ class Watch:
 
     def __init__(self, steps: int = STEPS, *, eager: bool = False) -> None:
         # By NVML: `is_available` begins to use CUDA, and then CUDA_VISIBLE_DEVICES and forks are too late.
-        self._ops = ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
-        ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
-        ops.on_error = ops.modules.on_error = self.end_by
-        ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
-        self._backwards = Backwards(ops, self._before_backward)
+        self._ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
+        self._backwards = Backwards(self._ops)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
         self._evaluation_hooks = ExitStack()
         """What follows backward for the first evaluation too; closed before compiled code runs."""
@@ -139,7 +136,7 @@ class Watch:
         self._unused_graphs: dict[str, UnusedGraph] = {}
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
-        """Models that run in steps after the first, by id: class, bytes, ids of parameters."""
+        """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
         self._not_optimized: dict[str, int] = {}
         self._cache_flushes: dict[str, int] = {}
         self._held_in_forward: dict[str, Holding] = {}
@@ -152,7 +149,10 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        hooks, stack = self._hooks, self._recording
+        hooks, stack, ops = self._hooks, self._recording, self._ops
+        ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
+        ops.on_error = ops.modules.on_error = self.end_by
+        ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
         self._optimized |= _ids_of_parameters(
             each for each in gc.get_objects() if issubclass(type(each), Optimizer)
         )
@@ -161,17 +161,17 @@ class Watch:
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
         hooks.callback(self._evaluation_hooks.close)
-        self._evaluation_hooks.enter_context(self._backwards.following())
+        self._evaluation_hooks.enter_context(self._backwards.following(self._before_backward))
         hooks.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         PAUSED.append(self.paused)
         hooks.callback(PAUSED.remove, self.paused)
-        stack.enter_context(self._ops.modules.follow())
+        stack.enter_context(ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
         if self._eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
-        self._ops.__enter__()
+        stack.enter_context(checkpoints_without_gradient_noted(ops.facts))
+        ops.__enter__()
         self._is_recording = True
         return self
 
@@ -301,7 +301,8 @@ class Watch:
                 self._flags["sharded"] = None
                 self._backwards.is_sharded = True  # backward reaches the gathered weights, not the shards
             elif all(each.is_leaf for each in parameters):  # others are computed from the weights of a model
-                self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
+                name = self._ops.modules.name_of(model)
+                self._models_in_steps[id(model)] = name, size_bytes, {*map(id, parameters)}
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
         is_of_gpu = self._ops.device_type == "cuda" and self._ops.position.phase is Phase.SETUP
@@ -413,8 +414,8 @@ class Watch:
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
         def begun(loader: Any, *args: Any, **named: Any) -> None:
-            self._profile.stop()  # workers would inherit it; an evaluation is not part of a step
-            begin(loader, *args, **named)
+            with self._profile.around_loader() if self.sees else nullcontext():
+                begin(loader, *args, **named)
 
         with (
             replaced(_BaseDataLoaderIter, "__next__", timed),
@@ -576,8 +577,10 @@ class Watch:
         if id(optimizer) != self._timed_optimizer or len(self._after) == self._asked:
             return
         if self._began is not None and self._profiled_seconds is None:
-            self._profile.end()
-            self._profiled_seconds = time.perf_counter() - self._began
+            if self._profile.end():
+                self._profile.begin()
+            else:
+                self._profiled_seconds = time.perf_counter() - self._began
         elif self._began is not None:
             self._after.append((now - self._began, self._waited))
             if len(self._after) == self._asked:
@@ -599,7 +602,7 @@ class Watch:
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
-        """Bytes of models that run in steps and that no backward has reached, by class.
+        """Bytes of models that run in steps and that no backward has reached, by name.
 
         Frozen parts of a model that is trained, which a recomputation may call by themselves, are none.
         """

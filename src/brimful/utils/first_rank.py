@@ -15,7 +15,7 @@ def is_first_rank() -> bool:
 
 
 def srun_task() -> str:
-    """The number of a task after the first that `srun` alone numbers, and that may be a run of its own; else ""."""
+    """The number of a task that `srun` alone numbers, and that may be a run of its own; "" for the first."""
     *others, of_srun = _RANKS
     number = "0" if any(_numbers(others)) else next(_numbers([of_srun]), "0")
     return "" if number == "0" else number

@@ -107,6 +107,20 @@ def test_data_loading_has_its_share() -> None:
     assert next(iter(shares)) == LOADING
 
 
+@pytest.mark.parametrize("number_workers", [0, 1])
+def test_steps_with_an_evaluation_each_say_where_their_time_goes(number_workers: int) -> None:
+    loader = DataLoader(range(4), 2, num_workers=number_workers)
+    shares = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 10, lambda _: [*loader])
+    assert {HOST, LOADING, OPTIMIZER} <= shares.keys()
+
+
+def test_an_evaluation_in_the_profiled_step_is_not_part_of_it() -> None:
+    """The step after it is profiled in its place."""
+    loader = DataLoader(range(4), 2)
+    shares = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 10, lambda step: [*loader] if step == 3 else ())
+    assert LOADING not in shares
+
+
 @pytest.mark.parametrize("first", [0, 3, 4], ids=["all along", "in the profiled step", "after it"])
 def test_a_profiler_of_the_script_sees_its_steps(first: int) -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
