@@ -42,6 +42,7 @@ from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
 from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
+from brimful.profiling.timing import WaitsForCores
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
 from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
@@ -120,6 +121,9 @@ class Watch:
         """Number of the first autograd node after each step."""
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
+        self._core_waits: WaitsForCores | None = None
+        self._core_wait_fraction: float | None = None
+        """How much of the timed steps a thread waited for a processor."""
         self._waited = 0.0
         self._waited_at: dict[str, tuple[float, int]] = {}
         """Seconds by the line that waits for a DataLoader, in recorded and timed steps, and its workers."""
@@ -251,6 +255,7 @@ class Watch:
             time_shares=time_shares(self._profile.class_seconds.items()),
             profiled_seconds=self._profiled_seconds,
             seconds_after=tuple(seconds for seconds, _ in self._after),
+            core_wait_fraction=self._core_wait_fraction,
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
             evaluations=tuple(evaluations.values()),
@@ -581,10 +586,13 @@ class Watch:
                 self._profile.begin()
             else:
                 self._profiled_seconds = time.perf_counter() - self._began
+                self._core_waits = WaitsForCores()
         elif self._began is not None:
             self._after.append((now - self._began, self._waited))
             if len(self._after) == self._asked:
                 self._await_device()
+                assert self._core_waits is not None
+                self._core_wait_fraction = self._core_waits.fraction()
                 self.on_step()
         self._began, self._waited = time.perf_counter(), 0.0
 
