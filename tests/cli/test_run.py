@@ -187,6 +187,16 @@ def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -
     assert (tmp_path / "seen.json").exists()
 
 
+def test_a_folder_is_found_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "beside.py").write_text("NAME = 'beside'\n", encoding="utf-8")
+    (tmp_path / "app" / "__main__.py").write_text(
+        "import os, sys\nos.chdir('/')\nimport beside\nprint(beside.NAME, sys.argv)\n", encoding="utf-8"
+    )
+    watched = brimful(tmp_path, "run", "app", "a")
+    assert watched.stdout == "beside ['app', 'a']\n", watched.stderr
+
+
 def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     """Torch frees nodes that Python has seen by recursion, which 8 MiB of stack end at about 34,000."""
     (tmp_path / "deep.py").write_text(
@@ -253,6 +263,18 @@ def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
     watched = brimful(folder, "run", "breaking.py", "3")
     assert watched.returncode == 3
     assert "an error of brimful's own, please report it" in watched.stderr
+
+
+def test_a_script_that_is_killed_leaves_what_was_seen(folder: Path) -> None:
+    text = SCRIPT.replace(
+        "        total = total", "        if total: __import__('os')._exit(7)\n        total = total"
+    )
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    watched = brimful(folder, "run", "--output=seen.json", "train.py")
+    assert (watched.returncode, watched.stderr) == (7, "")
+    seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
+    assert (seen["script"], seen["steps"]) == ("train.py", 2)
+    assert seen["peak_bytes"] > seen["categories"]["parameters"] > 0
 
 
 def test_there_is_no_such_script(tmp_path: Path) -> None:

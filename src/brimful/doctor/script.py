@@ -70,7 +70,8 @@ def run_script(
         _check_target(Path(target))
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
+        file = Path(target).resolve()
+        sys.path[0] = str(Path.cwd() if is_module else file if file.is_dir() else file.parent)
     status = 0
     ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)
