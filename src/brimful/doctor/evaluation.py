@@ -80,10 +80,10 @@ class CallingLine:
     """The last of its calls that no backward has followed until the next one of the model, or the run's end."""
 
     def is_unused(self, backwards: int) -> bool:
-        """Whether no backward runs through calls of it, of those before the last of so many backwards.
+        """Whether no backward runs through calls of it, of those that one of all `backwards` has followed.
 
-        Of a line that trains, it takes two calls without a backward between them: a loop may skip a step, as
-        for a loss that is not finite.
+        A loop may skip a step, as for a loss of NaN: of a line that trains, it takes two such calls with no
+        backward between them.
         """
         calls = Counter(each.backwards for each in self.left if not each.is_used and each.backwards < backwards)
         return max(calls.values(), default=0) > self.is_used
