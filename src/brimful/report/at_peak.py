@@ -9,6 +9,7 @@ from brimful.memory.at_error import MemoryAtError
 from brimful.prediction import Estimate
 from brimful.report.layout import Listing, Share
 from brimful.trace import Category, Phase
+from brimful.trace.modules import shown_module
 from brimful.utils.quantities import format_bytes
 
 AtPeak = MemoryPrediction | Estimate | MemoryAtError
@@ -29,7 +30,7 @@ def peak_listings(held: AtPeak, peak_bytes: int) -> Iterator[Listing]:
 
 def peak_place(phase: Phase, module: str | None, op: str | None) -> str:
     """Where a peak is in the step."""
-    return f"{phase}, {'setup' if module is None else module or 'the model itself'}, {op or '-'}"
+    return f"{phase}, {shown_module(module) or 'setup'}, {op or '-'}"
 
 
 def category_listing(place: str, breakdown: Iterable[tuple[Category, int]], peak_bytes: int) -> Listing:
