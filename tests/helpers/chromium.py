@@ -33,8 +33,10 @@ class Chromium:
             for each in (theirs, answers):
                 stack.callback(os.close, each)
             self._process = subprocess.Popen(  # it reads from descriptor 3 and writes to 4
-                ["bash", "-c", f'exec "$@" 3<&{theirs} 4>&{answers}', "bash"]
-                + [str(CHROMIUM), *options, f"--user-data-dir={self._profile}"],
+                [
+                    *("bash", "-c", f'exec "$@" 3<&{theirs} 4>&{answers}', "bash"),
+                    *(str(CHROMIUM), *options, f"--user-data-dir={self._profile}"),
+                ],
                 pass_fds=(theirs, answers),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -68,7 +68,7 @@ class Chart:
     x_is_log: bool = False
     """Whether x is drawn on a logarithmic axis."""
     bands: tuple[tuple[int, str, str], ...] = ()
-    """Where along x a part begins, by its point, the part's name, and a short one for where that is too wide."""
+    """Where along x a part begins, by its point, the part's name and a short one for where that is too wide."""
     details: tuple[str, ...] = ()
     """Lines on each point; empty for none."""
 
