@@ -136,10 +136,13 @@ def test_the_findings_of_a_watched_run_are_on_its_page(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.json",), "the file none.json cannot be read: No such file or directory"),
+        (("none.json",), "the file none.json cannot be read: No such file or directory. Give a run directory"),
         (("job.py",), "is not valid JSON: "),
         (("prices.json",), "is none of what a page is made of: a run directory (brimful train), a plan"),
-        ((".",), "is not a run directory: it has neither result.json nor metrics.jsonl"),
+        (
+            (".",),
+            "is not a run directory: it has neither result.json nor metrics.jsonl. Give a run directory (brimful train)",
+        ),
         (("plan.json", "--output", "job.py"), "job.py is there already. Name another --output, or replace it"),
         (("plan.json", "--output", "no/report.html"), "no/report.html could not be written: No such file"),
         (("plan.json", "--model", "job.py:none"), "none"),
