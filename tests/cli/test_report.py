@@ -141,7 +141,7 @@ def test_the_findings_of_a_watched_run_are_on_its_page(folder: Path) -> None:
         (("prices.json",), "is none of what a page is made of: a run directory (brimful train), a plan"),
         (
             (".",),
-            "is not a run directory: it has neither result.json nor metrics.jsonl. Give a run directory (brimful train)",
+            "it has neither result.json nor metrics.jsonl. Give a run directory (brimful train)",
         ),
         (("plan.json", "--output", "job.py"), "job.py is there already. Name another --output, or replace it"),
         (("plan.json", "--output", "no/report.html"), "no/report.html could not be written: No such file"),
