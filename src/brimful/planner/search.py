@@ -38,6 +38,7 @@ from brimful.prediction.estimator import Capture
 from brimful.settings import Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
+from brimful.trace.modules import shown_module
 
 HIGHER_PROBABILITIES = (0.03, 0.1, 0.3, 1.0)
 """Probabilities of exceeding the budget that are permitted one after another, where no choice exceeds it as
@@ -214,7 +215,9 @@ def _plan(
         plain=baseline_alternative(request, baseline, best),
         predicted_exceedance_probability=exceedance_of(best, request),
         alternatives=alternatives(request, candidates, found),
-        peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
+        peak_at=" of ".join(
+            [str(best.peak_phase), *([shown_module(best.peak_module)] if best.peak_module else [])]
+        ),
         budget_curve=tuple(budget_curve(request, candidates, best, baseline)),
         notes=tuple(notes_for(found, trace, planned, request, candidates, notes)),
     )
