@@ -22,7 +22,7 @@ from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.longest_batch import LongestBatch, with_longest_batch
 from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
-from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
+from brimful.job import DEFAULT_OPTIMIZER_NOTE, DefaultOptimizer, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import (
     MemoryFormatLike,
@@ -287,7 +287,7 @@ class _Question:
         )
         job = self.job
         has_default_optimizer = (
-            job.loop is None and self.settings.optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
+            job.loop is None and self.settings.optimizer is None and isinstance(job.optimizer, DefaultOptimizer)
         )
         of_optimizer = [DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []
         return replace(

@@ -145,6 +145,9 @@ def test_an_estimate_says_which_size_and_optimizer_it_counts_where_they_are_not_
     assert optimizer in bf.plan(without, DEVICE, global_batch_size=2).notes
     assert optimizer not in bf.plan(wide_job(), DEVICE, global_batch_size=2).notes
     assert optimizer not in bf.plan(without, DEVICE, global_batch_size=2, optimizer="sgd").notes
+    stated = replace(wide_job(), optimizer="adamw")
+    assert optimizer not in bf.estimate(stated, DEVICE, micro_batch_size=1).notes
+    assert optimizer not in bf.plan(stated, DEVICE, global_batch_size=2).notes
 
 
 def test_two_captures_tell_any_micro_batch_size_exactly() -> None:
