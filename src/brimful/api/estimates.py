@@ -40,7 +40,7 @@ from brimful.planner.solutions import offloaded_units
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, estimate_trace
 from brimful.prediction.growth import growth_notes
 from brimful.prediction.odd_sizes import odd_size_notes
-from brimful.prediction.uncast import uncast_notes
+from brimful.prediction.uncast import half_weights_notes, uncast_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
@@ -300,6 +300,7 @@ class _Question:
                 *untrained_notes(trace),
                 *odd_size_notes(trace, device, found.step_time),
                 *uncast_notes(trace),
+                *half_weights_notes(trace),
             ),
             uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
             tokens_per_sample=tokens_per_sample,
