@@ -58,7 +58,7 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     for precision in request.precisions:
         request.device.check_precision(precision)
     trace = per_rank_trace(capture(request.baseline_settings()))
-    baseline = estimate_unlimited(trace, request.device)
+    baseline = estimate_unlimited(trace.with_last_step_again(), request.device)
     request = request.for_model(trace)
     notes: list[str] = []
     if small := step_over_floor(capture, request, trace):
@@ -97,7 +97,8 @@ def least_step(capture: Capture, request: Request) -> Estimate:
     small = step_over_floor(capture, request, trace)
     if small is not None:
         return small
-    space = SearchSpace(capture, with_headroom(request, estimate_unlimited(trace, request.device)), trace, [])
+    baseline = estimate_unlimited(trace.with_last_step_again(), request.device)
+    space = SearchSpace(capture, with_headroom(request, baseline), trace, [])
     candidates = space.candidates()
     candidates += space.with_optimizer_on_host(candidates)
     return min(_smallest(candidates), key=lambda estimate: estimate.predicted_peak_device_bytes)
