@@ -194,7 +194,8 @@ def test_optimizers_share_forward_and_backward(monkeypatch: pytest.MonkeyPatch) 
     job, device = language_job(lambda: GPT(layers=6)), DEVICES["RTX 3090"]
     named = [replace(PLAIN, optimizer=name) for name in ("adafactor", "sgd", "muon")]
     fused = replace(PLAIN, optimizer="sgd", optimizer_implementation=OptimizerImplementation.FUSED)
-    settings = [PLAIN, *named, fused]
+    on_host = replace(PLAIN, offload_optimizer=True)
+    settings = [PLAIN, *named, fused, on_host]
     with CachedCapture(job, device) as capture:
         traces = [capture(each) for each in settings]
     assert traces == [capture_step(job, each, device, steps=1) for each in settings]
