@@ -214,7 +214,7 @@ class OverFrozen(nn.Module):
 
 
 def test_a_job_with_other_frozen_weights_has_an_update_of_its_own() -> None:
-    """As QLoRA has after LoRA: the gradients are the same, and what is there before the first forward is not."""
+    """As QLoRA has after LoRA: the gradients are the same, what is there before the first forward is not."""
     device, shared = DEVICES["RTX 3090"], None
     for dtype in (torch.float32, torch.bfloat16):
         job = vector_job(partial(OverFrozen, dtype), 8)
