@@ -87,7 +87,8 @@ class SharedUpdates:
     def _of_model(self, settings: Settings) -> Settings:
         """The settings with one optimizer for all that are named; a function may refer to the model."""
         is_named = settings.optimizer is not None or isinstance(self._job.optimizer, str)
-        return replace(settings, optimizer="any" if is_named else None, optimizer_implementation=None)
+        named = "any" if is_named else None
+        return replace(settings, optimizer=named, optimizer_implementation=None, offload_optimizer=False)
 
     def _is_not_apart(self, settings: Settings) -> bool:
         return replace(_of_update(settings), precision=Precision.FP32) in self._not_apart

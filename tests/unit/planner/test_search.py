@@ -199,7 +199,10 @@ def test_a_step_of_one_micro_batch_is_told_from_one_of_two(name: str) -> None:
     assert len(derived.ops) - len(one.ops) in range(8)  # the weighting of the loss
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt", Precision.FP32), ("post-norm", Precision.BF16)])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("gpt", Precision.FP32), ("post-norm", Precision.BF16), ("resnet", Precision.FP32)],  # copies of buffers
+)
 def test_recomputed_steps_are_told_at_other_sizes_from_those_kept(name: str, precision: Precision) -> None:
     at = partial(Settings, gradient_accumulation_steps=2, precision=precision)
     small, large = (capture(name, at(micro_batch_size=size), "A100 80GB SXM") for size in (5, 7))

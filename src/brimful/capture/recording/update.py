@@ -57,6 +57,8 @@ class RecordedPart:
     gradients: tuple[Gradient, ...]
     host_state_bytes: int
     """Optimizer state in the host's memory."""
+    host_staging_bytes: int
+    """Pinned memory between the device and an optimizer on the host."""
     paged_state_bytes: int
     """Optimizer state in CUDA's managed memory."""
     counts: Mapping[str, Sequence[tuple[int, int, int]]]
