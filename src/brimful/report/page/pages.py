@@ -153,12 +153,13 @@ def _compared_so_far(plan: Plan, steps: Sequence[StepRecord], epochs: Sequence[E
     def highest(name: str) -> int | None:
         return max((size for each in epochs if (size := getattr(each, name)) is not None), default=None)
 
+    average_bytes = max((each.average_bytes for each in epochs), default=0)
     found = MeasuredSoFar(
-        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
+        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes + average_bytes,
         measured_peak_allocated_bytes=highest("measured_peak_allocated_bytes"),
-        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
+        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes + average_bytes,
         measured_peak_reserved_bytes=highest("measured_peak_reserved_bytes"),
-        predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
+        predicted_peak_device_bytes=plan.predicted_peak_device_bytes + average_bytes,
         measured_peak_device_bytes=highest("measured_peak_device_bytes"),
         predicted_step_seconds=plan.predicted_step_seconds,
         measured_step_seconds=median_step_seconds(steps, plan.settings.global_batch_size),
