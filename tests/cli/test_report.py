@@ -181,7 +181,7 @@ def test_a_snapshot_of_a_trace_has_its_peak(folder: Path) -> None:
     rounding = predict_memory(Trace.load(folder / "trace.json.gz")).peak_allocated_bytes - use.peak.size_bytes
     assert 0 <= rounding < 512 * sum(line.blocks for line in use.peak.lines)
     text = page(folder, "predicted.pickle")
-    assert charts(text) == ["Memory in tensors on GPU 0 over its history"]
+    assert charts(text) == ["Memory in tensors on device 0 over its history"]
     assert "at the peak, by line of code" in text
 
 

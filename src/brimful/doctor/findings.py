@@ -65,7 +65,7 @@ _KNOWN = {
         "add to {name} what has no graph: .detach(), or the number alone, .item()",
     ),
     "evaluation-with-gradients": (
-        "a forward in evaluation mode saves tensors for a backward that never runs",
+        "an evaluation saves tensors for a backward that never runs",
         "run it under torch.no_grad() or torch.inference_mode()",
     ),
     "trained-in-evaluation-mode": (

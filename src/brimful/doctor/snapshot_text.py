@@ -20,7 +20,7 @@ def snapshot_text(name: str, uses: Sequence[DeviceUse]) -> str:
     """What a snapshot shows, GPU by GPU."""
     if not uses:
         return f"{name}: no memory of a GPU, and no history"
-    reports = [Report(heading=f"{name}: GPU {each.device}", parts=tuple(_parts(each))) for each in uses]
+    reports = [Report(heading=f"{name}: {_device(each)}", parts=tuple(_parts(each))) for each in uses]
     return "\n".join(map(as_text, reports))
 
 
@@ -31,10 +31,10 @@ def snapshot_page(name: str, snapshot: Snapshot) -> Page:
         content: list[Part | Chart] = list(_parts(each))
         if each.events:
             allocated = live_bytes(snapshot, each.device)
-            title = f"Memory in tensors on GPU {each.device} over its history"
+            title = f"Memory in tensors on {_device(each)} over its history"
             events = [*range(len(allocated))]
             content.append(curve(title, "event", events, Unit.BYTES, {"allocated": allocated}, of_peak=True))
-        sections.append(Section(title=f"GPU {each.device}", content=tuple(content)))
+        sections.append(Section(title=_device(each), content=tuple(content)))
         peaks += () if each.peak is None else (each.peak.size_bytes,)
     highest = f": {format_bytes(max(peaks))} in tensors at the peak" if peaks else ""
     return Page(title=f"{name}{highest}", sections=tuple(sections))
@@ -43,6 +43,11 @@ def snapshot_page(name: str, snapshot: Snapshot) -> Page:
 def snapshot_document(uses: Sequence[DeviceUse]) -> dict[str, Any]:
     """What a snapshot shows, as JSON."""
     return {"devices": [asdict(each) for each in uses]}
+
+
+def _device(use: DeviceUse) -> str:
+    """The name of a device; a history without segments may be of any kind of device."""
+    return f"{'GPU' if use.segments else 'device'} {use.device}"
 
 
 def _parts(use: DeviceUse) -> Iterator[Part]:

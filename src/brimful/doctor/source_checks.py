@@ -215,7 +215,7 @@ _CONSUMES = ("cat", "clear", "concat", "mean", "pop", "popleft", "stack", "sum")
 
 @source_check
 def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
-    """A loop that calls a model after its `eval()`, and builds graphs that no backward uses."""
+    """A loop after a model's `eval()`, or over data for evaluation, that builds graphs no backward uses."""
     if any(is_constant(each.args[0], False) for each in source.calls_of("set_grad_enabled") if each.args):
         return
     found: dict[Loop, ast.Call] = {}
@@ -224,7 +224,8 @@ def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
         name = name_of(call.func)
         if loop is None or name not in source.models or source.is_without_graph(call):
             continue
-        if _is_in_evaluation_mode(source, call, name) and not _has_backward(source, loop):
+        evaluates = _is_in_evaluation_mode(source, call, name) or _is_over_evaluation_data(loop)
+        if evaluates and not _has_backward(source, loop):
             found.setdefault(loop, call)
     for call in found.values():
         yield known_fault("evaluation-with-gradients", source.line(call))
@@ -246,6 +247,16 @@ def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
         return False
     decided = {each for each in source.conditions_of(last, function) if isinstance(each, ast.If)}
     return decided <= {*source.ancestors(call)} and "requires_grad" not in ast.unparse(function)
+
+
+_EVALUATION_DATA = re.compile(
+    r"\b(\w+_)?(dev|eval|evaluation|test|val|valid|validation)(_?(batches|data|dataset|dl|iter|loader|set))+\b"
+)
+
+
+def _is_over_evaluation_data(loop: Loop) -> bool:
+    """Whether a loop's batches have a name of data for evaluation, such as val_loader or test_dataloader."""
+    return not isinstance(loop, ast.While) and bool(_EVALUATION_DATA.search(ast.unparse(loop.iter).lower()))
 
 
 def _has_backward(source: Source, loop: Loop) -> bool:
@@ -312,7 +323,7 @@ def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
 
 @source_check
 def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
-    """A script that evaluates a model without gradients, and never calls `eval()`."""
+    """A script that evaluates a model, by its data's name or without gradients, and never calls `eval()`."""
     kinds = {last_name(node) for node in source.nodes if isinstance(node, ast.Name | ast.Attribute)}
     if not any(each.startswith(("BatchNorm", "Dropout")) for each in kinds) or kinds & {"eval", "train"}:
         return
@@ -324,9 +335,10 @@ def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
     }
     for call in source.calls:
         loop, name = source.loop_of(call), name_of(call.func)
-        if loop is None or name not in source.models & trained or not source.is_without_graph(call):
+        if loop is None or name not in source.models & trained:
             continue
-        if not _has_backward(source, loop):
+        evaluates = source.is_without_graph(call) or _is_over_evaluation_data(loop)
+        if evaluates and not _has_backward(source, loop):
             yield Finding(
                 what=f"{name} is evaluated in training mode: with dropout, and BatchNorm's statistics move",
                 change=f"call {name}.eval() before, and {name}.train() after it",

@@ -49,6 +49,7 @@ for epoch in range(3):
             print(loss.item())
     evaluate()
 """
+VALIDATED = CLEAN.replace("for x, y in batches", "for x, y in validation_loader")
 ACCUMULATED = """
 for i, (x, y) in enumerate(batches):
     out = model(x)
@@ -76,6 +77,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("history-kept", CLEAN, "total += loss.detach()", "losses.append(loss)"),
     ("history-kept", CLEAN, "total += loss.detach()", "losses.append({'scores': out})"),
     ("evaluation-with-gradients", CLEAN, "with torch.no_grad():", "if True:"),
+    ("evaluation-with-gradients", VALIDATED, "model.eval()\n    with torch.no_grad():", "if True:"),
     ("trained-in-evaluation-mode", CLEAN, "    model.train()\n", "    model.eval()\n"),
     ("evaluated-in-training-mode", CLEAN.replace("model.train()", ""), "model.eval()", "pass"),
     ("gradients-kept", CLEAN, "zero_grad()", "zero_grad(set_to_none=False)"),
@@ -154,6 +156,7 @@ HARMLESS = [
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
     ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
     ("zero_grad()", "zero_grad(set_to_none=True)"),
+    ("enumerate(batches)", "enumerate(test_time_loader)"),
     ("criterion(out, y)", "F.nll_loss(out.log_softmax(-1), y)"),
 ]
 
@@ -171,6 +174,13 @@ def test_a_planted_fault_is_found_and_nothing_without_it(check: str, clean: str,
     faulty = clean.replace(old, new)
     assert check in found(faulty)
     assert set(found(faulty)) <= {check, "not-normalized", "trained-in-evaluation-mode"}
+
+
+def test_an_evaluation_in_training_mode_with_gradients_has_both_findings() -> None:
+    evaluated = VALIDATED.replace("model.train()", "").replace(
+        "model.eval()\n    with torch.no_grad():", "if True:"
+    )
+    assert set(found(evaluated)) == {"evaluation-with-gradients", "evaluated-in-training-mode"}
 
 
 def test_every_check_has_a_planted_fault() -> None:
