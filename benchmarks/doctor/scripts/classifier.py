@@ -27,7 +27,7 @@ class Classifier(nn.Module):
         self.body = nn.Sequential(
             *[
                 nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Dropout(0.1))
-                for _ in range(4)
+                for _ in range(12)
             ]
         )
         self.head = nn.Linear(256, 10)
