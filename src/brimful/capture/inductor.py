@@ -16,6 +16,7 @@ Private torch APIs used here: `torch._inductor.compile_fx`, `GraphLowering._comp
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,14 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from brimful.capture.inductor_cuda import lowering_for, on_gpu, triton_importable
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
 from brimful.capture.triton_kernels import kernel_op
 from brimful.devices import Device
-from brimful.errors import UsageError
 from brimful.torch_utils.replaced import originals_in_place, replaced
 from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
 
@@ -44,18 +46,22 @@ class CapturedInductor(CompiledModules):
     """Compiles modules of fake tensors, whose ops `recorder` records; `modules` says whose ops they are.
 
     It is made before rules change torch's table of decompositions: Inductor copies that as it is imported, and
-    would keep what is for fakes alone for all that the process compiles. Raises `UsageError` for a GPU.
+    would keep what is for fakes alone for all that the process compiles. `functions` are in force while the
+    compiler traces what the module's ops are.
     """
 
-    def __init__(self, device: Device, mode: FakeTensorMode, recorder: Recorder, modules: ModuleCalls) -> None:
-        if device.kind != "cpu":
-            raise UsageError(
-                f"compile is asked for {device.name}, and compiled steps are predicted for a CPU alone so far. "
-                'Take "cpu", or leave compile out: the eager step is predicted then.'
-            )
+    def __init__(
+        self,
+        device: Device,
+        mode: FakeTensorMode,
+        recorder: Recorder,
+        modules: ModuleCalls,
+        functions: TorchFunctionMode,
+    ) -> None:
         import torch._inductor.decomposition  # noqa: F401
 
         super().__init__(self._compile)
+        self._device, self._corrected = device, functions
         self._mode, self.recorder, self._modules = mode, recorder, modules
         self._records = True
 
@@ -83,7 +89,8 @@ class CapturedInductor(CompiledModules):
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
+        with torch._C._EnableTorchFunction(), self._corrected:
+            return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
 
     def _lower(self, graph: Any, inputs: Any, **options: Any) -> Any:
         """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
@@ -92,16 +99,20 @@ class CapturedInductor(CompiledModules):
         from torch._inductor.graph import GraphLowering
 
         with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
             stack.enter_context(_disable_current_modes())
+            if self._device.kind == "cuda":
+                inputs = on_gpu(graph, inputs)
+                stack.enter_context(lowering_for(self._device))
             stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())  # which Inductor raises
             made: Any = compile_fx_inner(graph, inputs, **options)
         wrapper = made.current_callable
 
         def run(args: list[Any]) -> Any:
-            with self._modes():
+            with self._modes(), self.recorder.position.compiled():
                 return wrapper(args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -167,7 +178,13 @@ class _FakeKernels:
 
     def cpp_pybinding(self, argument_types: list[str], _source: str) -> _FakeKernel:
         """A kernel for a CPU."""
-        return _FakeKernel(argument_types)
+        return _FakeKernel(["const" in each for each in argument_types])
+
+    def triton(self, name: str, source: str, **_options: Any) -> _FakeKernel:
+        """A kernel for a GPU."""
+        declared = re.search(rf"def {name}\(([^)]*)\)", source)
+        assert declared is not None, source
+        return _FakeKernel([each.strip().startswith("in_ptr") for each in declared[1].split(",")])
 
     def wait(self, scope: dict[str, Any]) -> None:
         """Give each kernel its name; called when all are there."""
@@ -179,15 +196,17 @@ class _FakeKernels:
 class _FakeKernel:
     """A kernel that computes nothing: its launch is an op that reads and writes its tensors."""
 
-    def __init__(self, argument_types: list[str]) -> None:
+    def __init__(self, is_read: list[bool]) -> None:
         self.name = ""
-        self._is_read = ["const" in each for each in argument_types]
+        self._is_read = is_read
 
-    def __call__(self, *args: Any) -> None:
+    def run(self, *args: Any, **_stream: Any) -> None:
         """Launch it."""
-        tensors = [each for each in zip(self._is_read, args, strict=True) if isinstance(each[1], Tensor)]
+        tensors = [each for each in zip(self._is_read, args, strict=False) if isinstance(each[1], Tensor)]
         read, written = ([tensor for reads, tensor in tensors if reads is way] for way in (True, False))
         kernel_op("inductor_kernels", self.name, "Tensor[] read, Tensor(a!)[] written")(read, written)
+
+    __call__ = run
 
 
 def _loaded(lowering: Any, wrapper_code: Any) -> ModuleType:
@@ -198,7 +217,7 @@ def _loaded(lowering: Any, wrapper_code: Any) -> ModuleType:
     module.__file__ = "<Inductor's wrapper>"
     vars(module).update(lowering.constants)
     vars(module).update(lowering.torchbind_constants)
-    with replaced(async_compile, "AsyncCompile", _FakeKernels):
+    with replaced(async_compile, "AsyncCompile", _FakeKernels), triton_importable():
         exec(compile(wrapper_code.value, module.__file__, "exec"), vars(module))
     vars(module).update(_ON_FAKES)
     lowering.cache_key, lowering.cache_path, lowering.cache_linemap = "", None, []
@@ -215,6 +234,10 @@ def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tenso
 
 _ON_FAKES: Mapping[str, Callable[..., Any]] = {
     "empty_strided_cpu": _empty_strided,
+    "empty_strided_cuda": _empty_strided,
+    "device": lambda *_args, **_kwargs: torch.device("cpu"),
     "reinterpret_tensor": _reinterpreted,
+    "assert_alignment": lambda *_args: None,
+    "copy_if_misaligned": lambda tensor: tensor,
 }
 """What a wrapper calls in C++, which takes real tensors, by name."""
