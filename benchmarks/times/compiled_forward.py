@@ -73,7 +73,11 @@ def pairs_of(rows: list[dict[str, str]]) -> list[tuple[dict[str, str], dict[str,
     chosen = random.Random(0)
     pairs = []
     for by_gpu in by_model.values():
-        both = [each for each in by_gpu.values() if len({row["batch_size"] for row in each.values()}) == 1 < len(each)]
+        both = [
+            each
+            for each in by_gpu.values()
+            if len({row["batch_size"] for row in each.values()}) == 1 < len(each)
+        ]
         if both:
             one = chosen.choice(both)
             pairs.append((one["eager"], one["compile"]))

@@ -33,13 +33,14 @@ from torch.utils._pytree import tree_leaves
 from brimful.capture.inductor_cuda import lowering_for, on_gpu, triton_importable
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
+from brimful.capture.recording.traffic import COMPILED_KERNELS
 from brimful.capture.triton_kernels import kernel_op
 from brimful.devices import Device
 from brimful.torch_utils.replaced import originals_in_place, replaced
 from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
 
-_CONFIG = {"force_disable_caches": True}
-"""Of Inductor: no caches on disk or in the process."""
+_CONFIG = {"force_disable_caches": True, "profile_bandwidth": True}
+"""Of Inductor: no caches on disk or in the process, and in the text of kernels how much they read and write."""
 
 
 class CapturedInductor(CompiledModules):
@@ -183,8 +184,10 @@ class _FakeKernels:
     def triton(self, name: str, source: str, **_options: Any) -> _FakeKernel:
         """A kernel for a GPU."""
         declared = re.search(rf"def {name}\(([^)]*)\)", source)
-        assert declared is not None, source
-        return _FakeKernel([each.strip().startswith("in_ptr") for each in declared[1].split(",")])
+        moved = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
+        assert declared is not None and moved is not None, source
+        is_read = [each.strip().startswith("in_ptr") for each in declared[1].split(",")]
+        return _FakeKernel(is_read, moved_bytes=round(float(moved[1]) * 1e9))
 
     def wait(self, scope: dict[str, Any]) -> None:
         """Give each kernel its name; called when all are there."""
@@ -196,15 +199,16 @@ class _FakeKernels:
 class _FakeKernel:
     """A kernel that computes nothing: its launch is an op that reads and writes its tensors."""
 
-    def __init__(self, is_read: list[bool]) -> None:
+    def __init__(self, is_read: list[bool], moved_bytes: int | None = None) -> None:
         self.name = ""
-        self._is_read = is_read
+        self._is_read, self._moved_bytes = is_read, moved_bytes
 
     def run(self, *args: Any, **_stream: Any) -> None:
         """Launch it."""
         tensors = [each for each in zip(self._is_read, args, strict=False) if isinstance(each[1], Tensor)]
         read, written = ([tensor for reads, tensor in tensors if reads is way] for way in (True, False))
-        kernel_op("inductor_kernels", self.name, "Tensor[] read, Tensor(a!)[] written")(read, written)
+        arguments = "Tensor[] read, Tensor(a!)[] written, int? moved_bytes"
+        kernel_op(COMPILED_KERNELS, self.name, arguments)(read, written, self._moved_bytes)
 
     __call__ = run
 
