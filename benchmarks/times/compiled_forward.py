@@ -1,4 +1,4 @@
-"""What `torch.compile` gains in a forward pass of vision models: predicted beside what was measured on three GPUs.
+"""What `torch.compile` gains in forward passes of vision models, predicted beside measured on three GPUs.
 
     python benchmarks/times/compiled_forward.py PATH/gpu_time_vision_forward.csv [--sample 40]
 

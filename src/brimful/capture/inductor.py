@@ -20,27 +20,37 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from brimful.capture.inductor_cuda import lowering_for, on_gpu, triton_importable
+from brimful.capture.corrections import CorrectedFunctions
+from brimful.capture.inductor_cuda import can_lower, lowering_for, on_gpu, triton_importable
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.traffic import COMPILED_KERNELS
 from brimful.capture.triton_kernels import kernel_op
 from brimful.devices import Device
-from brimful.torch_utils.replaced import originals_in_place, replaced
+from brimful.torch_utils.replaced import originals_in_place, replaced, stand_ins_in_place
 from brimful.transforms.compiled import Compiled, CompiledCall, CompiledModules
 
-_CONFIG = {"force_disable_caches": True, "profile_bandwidth": True}
-"""Of Inductor: no caches on disk or in the process, and in the text of kernels how much they read and write."""
+_CONFIG = {"force_disable_caches": True, "compile_threads": 1, "profile_bandwidth": True}
+"""Of Inductor: no caches on disk or in the process, no processes that would compile kernels, and in the text of
+kernels how much they read and write."""
+
+
+_LOWERED_FOR_CPU = (
+    "compiled code: predicted as Inductor makes it for a CPU, as this build of torch has no device guard for "
+    "CUDA; convolutions may have other layouts and temporaries"
+)
+"""Note where a graph cannot be lowered for its GPU."""
 
 
 class CapturedInductor(CompiledModules):
@@ -48,7 +58,7 @@ class CapturedInductor(CompiledModules):
 
     It is made before rules change torch's table of decompositions: Inductor copies that as it is imported, and
     would keep what is for fakes alone for all that the process compiles. `functions` are in force while the
-    compiler traces what the module's ops are.
+    compiler traces functions that they replace.
     """
 
     def __init__(
@@ -57,7 +67,7 @@ class CapturedInductor(CompiledModules):
         mode: FakeTensorMode,
         recorder: Recorder,
         modules: ModuleCalls,
-        functions: TorchFunctionMode,
+        functions: CorrectedFunctions,
     ) -> None:
         import torch._inductor.decomposition  # noqa: F401
 
@@ -90,8 +100,21 @@ class CapturedInductor(CompiledModules):
     def _compile(self, graph: Any, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        with torch._C._EnableTorchFunction(), self._corrected:
-            return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
+        for node in graph.graph.nodes:
+            if node.target in self._corrected.names or node.target is F.multi_head_attention_forward:
+                node.target = self._as_on_device(node.target)
+        graph.recompile()
+        return compile_fx(graph, inputs, inner_compile=self._lower, config_patches=_CONFIG)
+
+    def _as_on_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a graph that is traced under the rules, as in a capture, and not the compiler."""
+
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._EnableTorchFunction(), self._corrected, stand_ins_in_place():
+                return function(*args, **kwargs)
+
+        return called
 
     def _lower(self, graph: Any, inputs: Any, **options: Any) -> Any:
         """The wrapper of one graph, forward or backward, as Inductor calls it with a list that it empties."""
@@ -100,14 +123,15 @@ class CapturedInductor(CompiledModules):
         from torch._inductor.graph import GraphLowering
 
         with ExitStack() as stack:
-            stack.enter_context(torch._C.DisableTorchFunction())
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
             stack.enter_context(_disable_current_modes())
-            if self._device.kind == "cuda":
+            if self._device.kind == "cuda" and can_lower():
                 inputs = on_gpu(graph, inputs)
                 stack.enter_context(lowering_for(self._device))
+            elif self._device.kind == "cuda":
+                self.recorder.facts.note(_LOWERED_FOR_CPU)
             stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())  # which Inductor raises
             made: Any = compile_fx_inner(graph, inputs, **options)
         wrapper = made.current_callable
@@ -185,7 +209,8 @@ class _FakeKernels:
         """A kernel for a GPU."""
         declared = re.search(rf"def {name}\(([^)]*)\)", source)
         moved = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
-        assert declared is not None and moved is not None, source
+        assert declared is not None, source
+        assert moved is not None, source
         is_read = [each.strip().startswith("in_ptr") for each in declared[1].split(",")]
         return _FakeKernel(is_read, moved_bytes=round(float(moved[1]) * 1e9))
 

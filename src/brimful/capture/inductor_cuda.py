@@ -1,7 +1,7 @@
 """Inductor lowers a graph for a GPU on a machine without CUDA and Triton, up to the text of its wrapper.
 
-Graphs are traced with fake tensors on the CPU, as a capture is, and their devices are rewritten where Inductor
-takes them over; the wrapper then runs on the capture's own tensors. Inductor asks for properties of the GPU, for
+Graphs are traced with fake tensors on the CPU, as a capture is, and their devices are rewritten before Inductor
+lowers them; the wrapper then runs on the capture's own tensors. Inductor asks for properties of the GPU, for
 Triton, and for CUDA's device guard; while a graph is lowered it finds stand-ins.
 
 Private torch APIs used here: `torch._dynamo.device_interface`, `torch._inductor.scheduler.has_triton`,
@@ -37,9 +37,9 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 
 
 def on_gpu(graph: torch.fx.GraphModule, inputs: list[Any]) -> list[Any]:
-    """Rewrite a graph of tensors on the CPU, in place, into one of tensors on a GPU; return its inputs there."""
-    moved: dict[int, tuple[Tensor, FakeTensor]] = {}
-    """By id of the tensor on the CPU, which is held so that no other takes its id; views stay views."""
+    """Move a graph from the CPU to a GPU, in place, by rewriting its fake tensors; return its inputs there."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+    """By id of the tensor on the CPU, which is held so that no other takes its id."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -79,7 +79,7 @@ def lowering_for(device: Device) -> Iterator[None]:
         device_interface.device_interfaces.update({"cuda": stand_in, "cuda:0": stand_in})
         DeviceProperties.create.cache_clear()
         for owner, name, instead in (
-            (torch.cuda, "get_device_properties", lambda _=None: properties),
+            (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch._C, "_conv_determine_backend_memory_format", _convolution_layout),
             (scheduler, "has_triton", lambda: True),
             (torch.utils._triton, "triton_hash_with_backend", lambda: "none"),
@@ -128,9 +128,9 @@ def can_lower() -> bool:
 
 @contextmanager
 def device_guard() -> Iterator[bool]:
-    """Give CUDA a device guard, without which fake tensors on a GPU cannot be indexed; yield whether it has one.
+    """Give CUDA a device guard, without which fake tensors on a GPU cannot be indexed; yield whether it has it.
 
-    A build of torch without CUDA has none. It is given that of the meta device, which does nothing, while the
+    A build of torch without CUDA has none. It gets that of the meta device, which does nothing, while the
     context is open.
     """
     if torch.version.cuda is not None:
@@ -179,19 +179,19 @@ def _interface(properties: Any) -> Any:
     """The interface of dynamo to a GPU with these properties."""
     from torch._dynamo.device_interface import CudaInterface
 
-    class Interface(CudaInterface):
-        class Worker:
-            set_device = staticmethod(lambda _: None)
-            current_device = staticmethod(lambda: 0)
-            get_device_properties = staticmethod(lambda _=None: properties)
-
-        current_device = staticmethod(lambda: 0)
-        device_count = staticmethod(lambda: 1)
-        is_available = staticmethod(lambda: True)
-        get_device_properties = staticmethod(lambda _=None: properties)
-        get_compute_capability = staticmethod(lambda _=None: 10 * properties.major + properties.minor)
-        is_bf16_supported = staticmethod(lambda including_emulation=False: properties.major >= 8)
-        is_triton_capable = staticmethod(lambda _=None: True)
-        raise_if_triton_unavailable = staticmethod(lambda _=None: None)
-
-    return Interface
+    capability = 10 * properties.major + properties.minor
+    worker: dict[str, Callable[..., Any]] = {
+        "current_device": lambda: 0,
+        "get_device_properties": lambda *_: properties,
+    }
+    functions = worker | {
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "get_compute_capability": lambda *_: capability,
+        "is_bf16_supported": lambda *_args, **_kwargs: properties.major >= 8,
+        "is_triton_capable": lambda *_: True,
+        "raise_if_triton_unavailable": lambda *_: None,
+    }
+    members: dict[str, Any] = {name: staticmethod(each) for name, each in functions.items()}
+    members["Worker"] = type("Worker", (), {name: staticmethod(each) for name, each in worker.items()})
+    return type("Interface", (CudaInterface,), members)

@@ -14,6 +14,7 @@ from brimful.errors import UsageError
 from brimful.options import (
     PlanOptions,
     keeps_own_checkpointing,
+    parse_compiles,
     parse_memory_formats,
     parse_parallelisms,
     parse_precision,
@@ -22,6 +23,7 @@ from brimful.options import (
 )
 from brimful.settings import (
     Action,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Parallelism,
@@ -131,6 +133,11 @@ class Request:
     def memory_formats(self) -> tuple[MemoryFormat | None, ...]:
         """Permitted memory formats, of which None leaves the layout as it is, as the baseline does."""
         return parse_memory_formats(self.asked.memory_format)
+
+    @property
+    def compiles(self) -> tuple[Compile, ...]:
+        """What `torch.compile` may compile; `bases` compile nothing."""
+        return parse_compiles(self.asked.compile)
 
     @property
     def recompute(self) -> Action | None:
