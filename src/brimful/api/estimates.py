@@ -115,7 +115,7 @@ def estimate(
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
         memory_format: Layout of 4-d and 5-d parameters and inputs: "channels_last" or "contiguous"; "auto"
             takes the faster by prediction, if the model has 2-d or 3-d convolutions; None leaves it as it is.
-        compile: What `torch.compile` compiles, on a CPU: "units", each unit (such as a block) that is kept;
+        compile: What `torch.compile` compiles: "units", each unit (such as a block) that is kept;
             "model", the whole model; or "none".
         budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
             machine instead of what is free now.

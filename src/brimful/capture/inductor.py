@@ -123,6 +123,7 @@ class CapturedInductor(CompiledModules):
         from torch._inductor.graph import GraphLowering
 
         with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunction())  # backward is lowered inside of a recorded one
             stack.enter_context(replaced(GraphLowering, "_compile_to_module_lines", _loaded))
             # Vectors change the text of kernels alone; which there are, the C++ compiler would find out.
             stack.enter_context(replaced(cpu_vec_isa, "valid_vec_isa_list", list))
@@ -269,4 +270,4 @@ _ON_FAKES: Mapping[str, Callable[..., Any]] = {
     "assert_alignment": lambda *_args: None,
     "copy_if_misaligned": lambda tensor: tensor,
 }
-"""What a wrapper calls in C++, which takes real tensors, by name."""
+"""What a wrapper calls in C++, which takes real tensors and looks at addresses, and its `device`, by name."""

@@ -109,11 +109,6 @@ class CandidateFamily:
 
     def _compiled(self, settings: Settings, units: tuple[str, ...]) -> Trace:
         """The step with the model compiled, or all of its units, which are kept."""
-        if settings.compile is Compile.UNITS and not units:
-            raise UsageError(
-                "compile='units' compiles units, and this model has none: nothing in it saves enough for "
-                "backward to be worth recomputing. compile='model' compiles all of it."
-            )
         return self._trace(replace(settings, units=uniform_actions(units, Action.KEEP)))
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:

@@ -91,8 +91,10 @@ class Request:
                 f"max_exceedance is {self.asked.max_exceedance!r}; a probability is above 0 and at most 1. "
                 "0.01 is 1 %."
             )
-        prefers_simplest(self.asked.effort)  # these three raise if a name is unknown, or names contradict
+        prefers_simplest(self.asked.effort)  # these raise if a name is unknown, or names contradict
         parse_recompute(self.asked.recompute)
+        if Compile.NONE not in self.compiles:
+            replace(self.baseline_settings(), compile=self.compiles[0])
         self.bases()
 
     def _check_division(self) -> None:

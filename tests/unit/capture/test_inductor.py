@@ -1,7 +1,6 @@
 """Steps compiled by Inductor, predicted without compiling or running them, beside measured ones on this CPU."""
 
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import count
@@ -65,7 +64,7 @@ def tiny(family: str) -> bf.Job:
 
 
 class Various(nn.Module):
-    """What asks most of a GPU that is not there: convolutions, attention, dropout, BatchNorm, an index."""
+    """What asks most of a GPU that is not there: channels-last convolutions, attention, a permutation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +72,11 @@ class Various(nn.Module):
         self.attention, self.dropout = nn.MultiheadAttention(32, 2, batch_first=True), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        images = self.norm(self.conv(x.reshape(-1, 8, 8, 32))).relu()
+        images = x.reshape(-1, 8, 8, 32).contiguous(memory_format=torch.channels_last)
+        images = self.norm(self.conv(images)).relu()
         rows = images.reshape(x.shape)
         mixed = self.attention(rows, rows, rows, need_weights=False)[0]
-        return x + self.dropout(mixed)[:, torch.arange(64)]
+        return x + self.dropout(mixed)[:, torch.randperm(64)]
 
 
 class Breaks(nn.Module):
@@ -326,7 +326,6 @@ def test_compiled_ops_cost_a_launch_and_no_python(compiled_for_gpu: Trace) -> No
         "triton_importable",
         "empty_strided_cuda",
         "device",
-        "assert_alignment",
     ],
 )
 def test_each_patch_for_a_gpu_is_needed(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,9 +350,7 @@ def test_each_patch_for_a_gpu_is_needed(patch: str, monkeypatch: pytest.MonkeyPa
             lambda owner, name, instead: nullcontext() if name == patch else replaced(owner, name, instead),
         )
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            found = on_gpu(job, settings)
+        found = on_gpu(job, settings)
     except CaptureError:
         return
     assert (found.ops, found.uncertain_ops) != (right.ops, right.uncertain_ops)
@@ -367,7 +364,7 @@ def test_without_a_device_guard_the_cpus_code_is_taken_with_a_wider_interval(
     monkeypatch.setattr(inductor_cuda, "_guards", lambda: None)
     found = bf.estimate(job, A100, settings=settings)
     assert [note for note in found.uncertain_ops if "as Inductor makes it for a CPU" in note]
-    assert found.predicted_peak_interval_bytes[1] > whole.predicted_peak_interval_bytes[1]
+    assert found.predicted_device_interval_bytes[1] > whole.predicted_device_interval_bytes[1]
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

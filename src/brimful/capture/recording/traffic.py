@@ -65,7 +65,9 @@ def traffic_of(
     special = _SPECIAL.get(packet)
     if special is not None:
         return special(written, *args, **kwargs)
-    return _bytes_of({id(tensor): tensor for tensor in inputs}.values()), written
+    read = {id(tensor): tensor for tensor in inputs}
+    read.pop(id(kwargs.get("out")), None)
+    return _bytes_of(read.values()), written
 
 
 def view_bytes(tensor: Tensor) -> int:
