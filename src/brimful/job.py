@@ -68,12 +68,20 @@ class Data:
 
 
 DEFAULT_NAME = "job"
-DEFAULT_OPTIMIZER = "adamw"
+
+
+class DefaultOptimizer(str):
+    """The name of an optimizer that nobody chose."""
+
+    __slots__ = ()
+
+
+DEFAULT_OPTIMIZER = DefaultOptimizer("adamw")
 DEFAULT_OPTIMIZER_NOTE = (
     "The optimizer is AdamW, which a Job without an optimizer has. Job(optimizer=…) or optimizer=… "
     "(--optimizer) predicts another."
 )
-"""For results of a job that may not have chosen its optimizer."""
+"""For results of a job without an optimizer of its own."""
 
 _REQUIRED = ("model", "loss")
 _FUNCTIONS = {

@@ -17,7 +17,7 @@ from brimful.batches import why_not_split
 from brimful.capture import fake_model
 from brimful.devices import Device, find_device
 from brimful.errors import UnknownNameError, UsageError
-from brimful.job import DEFAULT_OPTIMIZER, Job
+from brimful.job import DefaultOptimizer, Job
 from brimful.memory import predict_memory
 from brimful.optimizers import (
     NOT_UNDER_FSDP2,
@@ -86,7 +86,7 @@ def job_traits(job: Job, batch_size: int) -> JobTraits:
         why_not_split=why_not_split(job, batch_size),
         weighs_by_count=job.count is not None or job.reduction == "sum",
         brings_own_loop=job.loop is not None,
-        has_default_optimizer=job.optimizer == DEFAULT_OPTIMIZER,
+        has_default_optimizer=isinstance(job.optimizer, DefaultOptimizer),
     )
 
 
@@ -104,7 +104,7 @@ def with_budget(request: Request, capture: Capture) -> Request:
         return replace(request, budget_bytes=int(capacity_bytes / (1 + margin)), limit_bytes=capacity_bytes)
     if budget.strip().endswith("%"):
         share = _share(budget)
-        plain = per_rank_trace(capture(request.baseline_settings()))
+        plain = per_rank_trace(capture(request.baseline_settings())).with_last_step_again()
         budget_bytes = int(share * (predict_memory(plain).peak_reserved_bytes + device.context_bytes))
     else:
         budget_bytes = parse_bytes(budget)

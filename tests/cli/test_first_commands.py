@@ -64,3 +64,24 @@ def test_options_of_a_data_loader_are_named_where_they_are(tmp_path: Path, typed
     refused = brimful(tmp_path, *shlex.split(typed))
     assert refused.returncode == 2
     assert named in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("estimat gpt2", "there is no command estimat. Meant is perhaps: brimful estimate."),
+        ("frobnicate", "there is no command frobnicate. To see all: brimful --help."),
+        ("train.py", "there is no command train.py. To watch a script: brimful run train.py."),
+        ("run", "Missing argument 'script'. For example: brimful run train.py"),
+        ("report", "For example: brimful report runs/digits"),
+        ("gpus gpt2", "Missing option '--global-batch-size'. For example: brimful gpus gpt2"),
+        ("doctor a.py --kill 3", "--kill does not go with scripts. What does: brimful doctor --help"),
+        ("doctor empty.pickle", '_dump_snapshot("snapshot.pickle") writes one.'),
+    ],
+)
+def test_what_cannot_be_done_ends_with_what_to_type_next(tmp_path: Path, typed: str, named: str) -> None:
+    (tmp_path / "a.py").touch()
+    (tmp_path / "empty.pickle").touch()
+    refused = brimful(tmp_path, *shlex.split(typed))
+    assert refused.returncode in (1, 2)
+    assert named in refused.stderr

@@ -87,6 +87,13 @@ def test_a_task_is_planned_for_a_gpu_that_is_not_here(tmp_path: Path, model: str
     contradicted = brimful(tmp_path, *asked.split(), "--resume", "--run-dir", "runs")
     assert contradicted.returncode == 2
     assert "--plan-only searches for a plan" in contradicted.stderr
+    for followed in (("--live",), ("--live-port", "8888")):
+        nothing = brimful(tmp_path, *asked.split(), *followed)
+        assert nothing.returncode == 2
+        assert "--plan-only trains nothing that the page of --live could follow" in nothing.stderr
+        assert "live page" not in nothing.stderr
+    (tmp_path / "plan.json").write_text(planned.stdout)
+    assert brimful(tmp_path, "report", "plan.json").returncode == 0
 
 
 def test_another_global_batch_leaves_the_learning_rate_and_says_what_scaling_gives(

@@ -16,6 +16,7 @@ from brimful.doctor.allocations import device_uses
 from brimful.doctor.snapshot import read_snapshot
 from brimful.memory import predict_memory
 from brimful.trace import Trace
+from helpers.chromium import CHROMIUM, Chromium
 from helpers.command_line import brimful
 
 JOB = """
@@ -47,7 +48,6 @@ for _ in range(4):
     optimizer.step()
     total = total + loss
 """
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,13 @@ def test_the_findings_of_a_watched_run_are_on_its_page(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("none.json",), "the file none.json cannot be read: No such file or directory"),
+        (("none.json",), "the file none.json cannot be read: No such file or directory. Give a run directory"),
         (("job.py",), "is not valid JSON: "),
         (("prices.json",), "is none of what a page is made of: a run directory (brimful train), a plan"),
-        ((".",), "is not a run directory: it has neither result.json nor metrics.jsonl"),
+        (
+            (".",),
+            "it has neither result.json nor metrics.jsonl. Give a run directory (brimful train)",
+        ),
         (("plan.json", "--output", "job.py"), "job.py is there already. Name another --output, or replace it"),
         (("plan.json", "--output", "no/report.html"), "no/report.html could not be written: No such file"),
         (("plan.json", "--model", "job.py:none"), "none"),
@@ -214,3 +217,58 @@ def test_a_real_browser_draws_every_chart_and_reports_no_error(folder: Path, sou
     assert "CONSOLE" not in opened.stderr
     assert opened.stdout.count("<canvas") == count
     assert len(re.findall(r'role="status">[^<]+</div>', opened.stdout)) == count
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_keyboard_reads_all_that_the_mouse_does(folder: Path) -> None:
+    """Tab reaches all that can be opened or read, with its focus shown; arrows read what hovering shows."""
+    page(folder, "watched.json")
+    readout = "document.querySelector('.readout').textContent"
+    with Chromium(folder / "keyboard", (folder / "report.html").as_uri()) as browser:
+        browser.evaluate("document.querySelector('.plot').scrollIntoView()")
+        box = browser.evaluate("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+        at_peak = browser.evaluate(readout)
+        assert "temporaries" in at_peak
+        assert "script.py:" in at_peak
+        assert "<" not in at_peak
+        browser.point(box["right"] - 1, box["top"] + 5)
+        hovered = browser.evaluate(readout)
+        assert hovered != at_peak
+
+        reached = []
+        while True:
+            browser.press("Tab")
+            if browser.evaluate("document.activeElement === document.body"):
+                break
+            assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+            reached.append(
+                browser.evaluate("document.activeElement.className || document.activeElement.nodeName")
+            )
+            if reached[-1] == "plot":
+                browser.press("Home")
+                assert browser.evaluate(readout) not in (hovered, at_peak)
+                browser.press("End")
+                assert browser.evaluate(readout) == hovered
+            elif browser.evaluate("document.activeElement.textContent").endswith("as a table"):
+                browser.press("Enter")  # its numbers are then reached next, and can be scrolled
+        assert browser.evaluate("document.querySelector('figure details').open")
+        assert {"plot", "scroll", "SUMMARY"} == set(reached)
+        assert reached.index("scroll") == reached.index("plot") + 2
+        shown = "[...document.querySelectorAll('summary')].filter((each) => each.checkVisibility()).length"
+        assert reached.count("SUMMARY") == browser.evaluate(shown)
+        assert not browser.errors
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_phases_have_short_names_where_the_window_is_narrow(folder: Path) -> None:
+    page(folder, "trace.json.gz")
+    with Chromium(folder / "narrow", (folder / "report.html").as_uri()) as browser:
+        browser.evaluate(
+            "drawn = []; CanvasRenderingContext2D.prototype.fillText = (text) => { drawn.push(text); }"
+        )
+        browser.resize(1200, 900)
+        browser.until("drawn.includes('backward')")
+        assert not browser.evaluate("drawn.includes('bwd')")
+        browser.resize(300, 900)
+        browser.until("drawn.includes('bwd')")
+        browser.until("(({scrollWidth, clientWidth}) => scrollWidth === clientWidth)(document.documentElement)")

@@ -50,9 +50,9 @@ if __name__ == "__main__":
 """
 
 
-def ran(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def ran(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A start of the interpreter; `brimful` is a fork of one that has loaded torch."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -187,6 +187,16 @@ def test_a_script_finds_its_file_its_folder_and_its_error_hook(tmp_path: Path) -
     assert (tmp_path / "seen.json").exists()
 
 
+def test_a_folder_is_found_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "beside.py").write_text("NAME = 'beside'\n", encoding="utf-8")
+    (tmp_path / "app" / "__main__.py").write_text(
+        "import os, sys\nos.chdir('/')\nimport beside\nprint(beside.NAME, sys.argv)\n", encoding="utf-8"
+    )
+    watched = brimful(tmp_path, "run", "app", "a")
+    assert watched.stdout == "beside ['app', 'a']\n", watched.stderr
+
+
 def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     """Torch frees nodes that Python has seen by recursion, which 8 MiB of stack end at about 34,000."""
     (tmp_path / "deep.py").write_text(
@@ -199,10 +209,10 @@ def test_a_graph_of_many_ops_is_freed(tmp_path: Path) -> None:
     assert "watched" in watched.stderr
 
 
-RANKS = [{"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "1"}, {"OMPI_COMM_WORLD_RANK": "1"}]
+RANKS = [{"RANK": "1", "WORLD_SIZE": "2"}, {"OMPI_COMM_WORLD_RANK": "1"}]
 
 
-@pytest.mark.parametrize("variables", RANKS, ids=["torchrun", "srun", "mpirun"])
+@pytest.mark.parametrize("variables", RANKS, ids=["torchrun", "mpirun"])
 def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
     folder: Path, variables: dict[str, str]
 ) -> None:
@@ -223,6 +233,27 @@ def test_of_several_ranks_the_first_shows_its_report_and_others_where_they_fail(
     assert (folder / "seen.json").exists()
 
 
+def test_tasks_of_srun_that_do_not_connect_are_runs_of_their_own(folder: Path) -> None:
+    """Each has its report and its files; of tasks that connect, also for a while, the first alone has them."""
+    command, variables = ("run", "--output=seen.json", "--timeline=steps.json"), {"SLURM_PROCID": "1"}
+    alone = brimful(folder, *command, "train.py", **variables)
+    assert "task 1 of srun, a run of its own: watched 3" in alone.stderr
+    assert "for a page: brimful report" in alone.stderr
+    written = {each.name for each in folder.glob("*.json")}
+    assert written == {"seen.1.json", "steps.1.json"}
+    connect = "import torch.distributed as dist; dist.init_process_group('gloo', init_method='file://{OWN}'"
+    text = SCRIPT.replace(
+        "    torch.manual_seed", f"    {connect}, rank=0, world_size=1)\n    torch.manual_seed"
+    )
+    text = text.replace("num_workers=1", "num_workers=0")  # a fork beside threads may wait for ever
+    text = text.replace("    weights =", "    dist.destroy_process_group()\n    weights =")
+    (folder / "train.py").write_text(text.replace("{OWN}", f"{folder}/store"), encoding="utf-8")
+    connected = ran(folder, "-m", "brimful", *command, "train.py", **variables)
+    assert connected.returncode == 0
+    assert "watched" not in connected.stderr
+    assert {each.name for each in folder.glob("*.json")} == written
+
+
 def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
     """A module of the script's folder breaks what the report calls, after the script."""
     (folder / "breaking.py").write_text(
@@ -232,6 +263,18 @@ def test_an_error_of_the_report_leaves_the_exit_status(folder: Path) -> None:
     watched = brimful(folder, "run", "breaking.py", "3")
     assert watched.returncode == 3
     assert "an error of brimful's own, please report it" in watched.stderr
+
+
+def test_a_script_that_is_killed_leaves_what_was_seen(folder: Path) -> None:
+    text = SCRIPT.replace(
+        "        total = total", "        if total: __import__('os')._exit(7)\n        total = total"
+    )
+    (folder / "train.py").write_text(text, encoding="utf-8")
+    watched = brimful(folder, "run", "--output=seen.json", "train.py")
+    assert (watched.returncode, watched.stderr) == (7, "")
+    seen = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
+    assert (seen["script"], seen["steps"]) == ("train.py", 2)
+    assert seen["peak_bytes"] > seen["categories"]["parameters"] > 0
 
 
 def test_there_is_no_such_script(tmp_path: Path) -> None:

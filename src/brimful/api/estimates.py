@@ -22,7 +22,7 @@ from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.longest_batch import LongestBatch, with_longest_batch
 from brimful.execution.random_state import undisturbed
 from brimful.execution.setup import choose_device, is_of_this_machine
-from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
+from brimful.job import DEFAULT_OPTIMIZER_NOTE, DefaultOptimizer, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import (
     MemoryFormatLike,
@@ -41,7 +41,7 @@ from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, 
 from brimful.prediction.estimate import COMPILE_NOTE
 from brimful.prediction.growth import growth_notes
 from brimful.prediction.odd_sizes import odd_size_notes
-from brimful.prediction.uncast import uncast_notes
+from brimful.prediction.uncast import half_weights_notes, uncast_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.profiling import check_planned_split
 from brimful.profiling.free_memory import memory_here
@@ -288,7 +288,7 @@ class _Question:
         )
         job = self.job
         has_default_optimizer = (
-            job.loop is None and self.settings.optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
+            job.loop is None and self.settings.optimizer is None and isinstance(job.optimizer, DefaultOptimizer)
         )
         of_optimizer = [DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []
         return replace(
@@ -301,6 +301,7 @@ class _Question:
                 *untrained_notes(trace),
                 *odd_size_notes(trace, device, found.step_time),
                 *uncast_notes(trace),
+                *half_weights_notes(trace),
             ),
             uncertain_ops=(*found.uncertain_ops, *growth_notes(trace)),
             tokens_per_sample=tokens_per_sample,

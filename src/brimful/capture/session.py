@@ -234,6 +234,7 @@ class CaptureSession:
         recorded = with_update(model, update)
         facts = self._observers.recorder.facts
         facts.host_state_bytes, facts.paged_state_bytes = update.host_state_bytes, update.paged_state_bytes
+        facts.host_staging_bytes = update.host_staging_bytes
         join_counts(self._rules, model, update)
         return self._trace(settings, 1, captured_micro_batches(settings), recorded)
 

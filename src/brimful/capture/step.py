@@ -18,7 +18,13 @@ from brimful.capture.loss_signature import signature_hint
 from brimful.capture.loss_terms import LossTerms
 from brimful.capture.missing_kernels import kernel_hint
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Gradient, PartsDifferError, Recorded, RecordedPart
+from brimful.capture.recording.update import (
+    Gradient,
+    PartsDifferError,
+    Recorded,
+    RecordedPart,
+    begin_alike,
+)
 from brimful.capture.repeats import Shortening
 from brimful.capture.session import CaptureSession
 from brimful.capture.step_part import StepPart
@@ -147,6 +153,10 @@ class CapturedModel:
     def gradients(self) -> tuple[Gradient, ...]:
         """The gradients that backward made."""
         return self._part.gradients
+
+    def begins_as(self, update: RecordedPart) -> bool:
+        """Whether the model before the first forward is that for which an update was captured."""
+        return begin_alike(self._part, update)
 
     def with_update(self, settings: Settings, update: RecordedPart) -> Trace | None:
         """The trace of the whole step, as `capture_step` returns it; None where the two parts do not show it.

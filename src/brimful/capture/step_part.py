@@ -88,6 +88,7 @@ class Seams:
             updated=self._updated,
             gradients=self._gradients,
             host_state_bytes=facts.host_state_bytes,
+            host_staging_bytes=facts.host_staging_bytes,
             paged_state_bytes=facts.paged_state_bytes,
             counts={rule.name: tuple(rule.counted) for rule in rules},
         )

@@ -69,7 +69,7 @@ class SharedUpdates:
             return None
         try:
             model = self._model_of(settings, shortening)
-            update = None if model is None else self._update(settings, model.gradients)
+            update = None if model is None else self._update(settings, model)
         except BrimfulError:  # the whole capture has the error to show
             return None
         return None if model is None or update is None else model.with_update(settings, update)
@@ -87,17 +87,19 @@ class SharedUpdates:
     def _of_model(self, settings: Settings) -> Settings:
         """The settings with one optimizer for all that are named; a function may refer to the model."""
         is_named = settings.optimizer is not None or isinstance(self._job.optimizer, str)
-        return replace(settings, optimizer="any" if is_named else None, optimizer_implementation=None)
+        named = "any" if is_named else None
+        return replace(settings, optimizer=named, optimizer_implementation=None, offload_optimizer=False)
 
     def _is_not_apart(self, settings: Settings) -> bool:
         return replace(_of_update(settings), precision=Precision.FP32) in self._not_apart
 
-    def _update(self, settings: Settings, gradients: tuple[Gradient, ...]) -> RecordedPart | None:
+    def _update(self, settings: Settings, model: CapturedModel) -> RecordedPart | None:
+        """The update of a model's gradients; adapters have the same over weights of any type."""
         alone = _of_update(settings)
-        known = self._updates.setdefault((alone, gradients), [])
+        known = self._updates.setdefault((alone, model.gradients), [])
         for update in known:
             part = update.on(self._watched.device)
-            if part is not None:
+            if part is not None and model.begins_as(part):
                 self._watched.follow(update.watched)
                 return part
         watched = WatchedDevice(self._watched.device, self._watched.others)
@@ -105,13 +107,13 @@ class SharedUpdates:
             self._job,
             replace(alone, micro_batch_size=settings.micro_batch_size),
             watched.as_device(),
-            gradients,
+            model.gradients,
         )
         self._watched.follow(watched)
-        if part is None:
+        if part is None or not model.begins_as(part):
             self._not_apart.add(replace(alone, precision=Precision.FP32))
-        else:
-            known.append(CapturedUpdate(part, watched))
+            return None
+        known.append(CapturedUpdate(part, watched))
         return part
 
 

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -65,11 +66,15 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of a name."""
-        if args and args[0].endswith(".py") and args[0] not in self.commands:
-            ctx.fail(
-                f"there is no command {args[0]}. To watch a script: brimful run {args[0]}. For a job in it: "
-                f"brimful estimate {args[0]}:NAME."
-            )
+        if args and args[0] not in self.commands and not ctx.resilient_parsing:
+            near = [f"brimful {each}" for each in get_close_matches(args[0], self.commands, n=1)]
+            meant = f"Meant is perhaps: {near[0]}." if near else "To see all: brimful --help."
+            if args[0].endswith(".py"):
+                meant = (
+                    f"To watch a script: brimful run {args[0]}. For a job in it: "
+                    f"brimful estimate {args[0]}:NAME."
+                )
+            ctx.fail(f"there is no command {args[0]}. {meant}")
         return super().resolve_command(ctx, args)
 
 

@@ -85,7 +85,7 @@ def _check_options(context: typer.Context, kind: str, taken: set[str]) -> None:
     """Refuse options that are of another kind of thing."""
     asked = asked_on_command_line(context, lambda name: name not in {*taken, "what", "as_json"})
     if asked:
-        raise UsageError(f"{', '.join(asked)} does not go with {kind}.")
+        raise UsageError(f"{', '.join(asked)} does not go with {kind}. What does: brimful doctor --help")
 
 
 def _sources(paths: Sequence[str], sarif: Path | None, as_json: bool) -> bool:

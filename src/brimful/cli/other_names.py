@@ -76,8 +76,21 @@ _ELSEWHERE = {
 }
 
 
+_FIRST_USE = {
+    "run": "brimful run train.py",
+    "doctor": "brimful doctor train.py, or brimful doctor machine",
+    "report": "brimful report runs/digits",
+    "estimate": "brimful estimate gpt2 --micro-batch-size 4",
+    "gpus": "brimful gpus gpt2 --global-batch-size 32",
+}
+"""What to type where an argument of a command is missing."""
+
+
 def explain(error: Any) -> None:
-    """Say in click's error of an unknown option which option is meant, if it is a flag of another tool."""
+    """Say in click's error what is missing, or which option is meant, if it is a flag of another tool."""
+    first_use = _FIRST_USE.get(error.ctx.command.name) if error.ctx else None
+    if first_use and getattr(error, "param", None) is not None and not error.message:
+        error.message = f"For example: {first_use}"
     flag = str(getattr(error, "option_name", "")).replace("_", "-").lower()
     parameters = error.ctx.command.params if flag and error.ctx else ()
     known = {option for parameter in parameters for option in parameter.opts}

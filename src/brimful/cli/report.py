@@ -128,6 +128,8 @@ def page_of(source: Path, device: str | None = None, model: str | None = None) -
 
         return snapshot_page(source.name, read_snapshot(str(source)))
     where = f"the file {source}"
+    if not source.exists():
+        raise FileFormatError(f"{where} cannot be read: No such file or directory. Give {_KINDS}.")
     content = read_regular_file(source, what="file")
     try:
         document = parse_json(content, where=where)
@@ -168,7 +170,7 @@ def _run_page(directory: Path, device: str | None, model: str | None) -> Page:
     file, metrics = (directory / name for name in ("result.json", "metrics.jsonl"))
     if not (is_file(file) or is_file(metrics)):
         raise FileFormatError(
-            f"{directory} is not a run directory: it has neither {file.name} nor {metrics.name}."
+            f"{directory} is not a run directory: it has neither {file.name} nor {metrics.name}. Give {_KINDS}."
         )
     plan = _plan_of_run(directory)
     step = _NO_STEP if plan is None else _step_of(plan, device, model)

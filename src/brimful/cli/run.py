@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,10 +22,10 @@ from brimful.cli.report import timeline as written_timeline
 from brimful.cli.tracebacks import traceback_text
 from brimful.errors import SaveError, UsageError
 from brimful.utils.files import is_directory, write_file
-from brimful.utils.first_rank import is_first_rank
+from brimful.utils.first_rank import is_first_rank, srun_task
 
 if TYPE_CHECKING:
-    from brimful.doctor import Evidence
+    from brimful.doctor import Evidence, ScriptRun
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
 
@@ -95,6 +96,7 @@ def run(
             if each.suffix not in TIMELINES:
                 raise UsageError(f"--timeline {each.name}: end the name in .pickle or in .json.")
         within = _planned_trainers(budget, device) if budget or device else None
+        shown = shlex.join([script, *context.args])
         with live_page(f"watching {script}", live, live_port) as page:
             ran = run_script(
                 script,
@@ -103,15 +105,11 @@ def run(
                 is_module=is_module,
                 eager=eager,
                 within=within,
-                on_step=showing_evidence(page),
+                on_step=_after_step(showing_evidence(page), shown, file),
             )
         has_ended = within is not None and within.has_ended_script
         if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
-            is_first = is_first_rank()  # others show what went wrong in them
-            shown = shlex.join([script, *context.args])
-            _show(
-                ran.evidence, ran.exit_status, shown, file if is_first else None, timelines if is_first else []
-            )
+            _show(ran, shown, *(_own_file(each, ran.own_task) for each in (file, *timelines)))
     if ran.is_interrupted:
         atexit._run_exitfuncs()  # as Python does; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
@@ -123,27 +121,66 @@ def run(
 
 
 def _planned_trainers(budget: str | None, device: str | None) -> PlannedTrainers:
+    from brimful.distributed.ranks import trains_with_ranks
     from brimful.integrations.unchanged_scripts import PlannedTrainers
 
     def say_once(text: str) -> None:
-        if is_first_rank():
+        if is_first_rank() or (srun_task() and not trains_with_ranks()):
             say(text)
 
     return PlannedTrainers(budget, device, say=say_once, refuse=exit_script)
 
 
-def _show(evidence: Evidence, status: int, script: str, file: Path | None, timelines: list[Path]) -> None:
-    """Show and write what was seen; that neither can be done leaves the script's exit status."""
-    from brimful.doctor import watched_document, watched_text
+def _own_file(file: Path | None, own_task: str) -> Path | None:
+    """The file that this process writes: that of the first rank, or its own for a task that runs alone."""
+    if file is None or (not own_task and not is_first_rank()):
+        return None
+    return file.with_suffix(f".{own_task}{file.suffix}") if own_task else file
 
-    has_failed_early = status and not (evidence.trace.events or evidence.error)
+
+def _after_step(
+    show: Callable[[Evidence], None] | None, script: str, file: Path | None
+) -> Callable[[Evidence], None] | None:
+    """What shows and writes what was seen so far, which remains if the script is killed."""
+    if file is None:
+        return show
+    from brimful.distributed.ranks import trains_with_ranks
+
+    process = os.getpid()
+
+    def write(evidence: Evidence) -> None:
+        if os.getpid() != process:  # a fork
+            return
+        if show is not None:
+            show(evidence)
+        own = _own_file(file, "" if trains_with_ranks() else srun_task())
+        if own is not None:
+            with suppress(SaveError):  # which the end of the script says
+                write_file(own, _document_text(evidence, script))
+
+    return write
+
+
+def _document_text(evidence: Evidence, script: str) -> str:
+    from brimful.doctor import watched_document
+
+    return json.dumps({"script": script, **watched_document(evidence)}, indent=2)
+
+
+def _show(ran: ScriptRun, script: str, file: Path | None, *timelines: Path | None) -> None:
+    """Show and write what was seen; that neither can be done leaves the script's exit status."""
+    from brimful.doctor import watched_text
+
+    evidence = ran.evidence
+    has_failed_early = ran.exit_status and not (evidence.trace.events or evidence.error)
     try:
         if not has_failed_early:
-            say(watched_text(evidence))
+            task = f"task {ran.own_task} of srun, a run of its own: " if ran.own_task else ""
+            say(f"{task}{watched_text(evidence)}")
         if file is not None:
-            write_file(file, json.dumps({"script": script, **watched_document(evidence)}, indent=2))
+            write_file(file, _document_text(evidence, script))
             say(f"for a page: brimful report {shlex.quote(str(file))}")
-        for each in timelines:
+        for each in filter(None, timelines):
             write_file(each, written_timeline(evidence.trace, each.suffix))
     except SaveError as error:
         say(str(error))

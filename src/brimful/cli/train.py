@@ -200,6 +200,11 @@ def _train(
     check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
         raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
+    if run.plan_only and (run.live or run.live_port is not None):
+        raise UsageError(
+            "--plan-only trains nothing that the page of --live could follow. For a page of the plan, write it "
+            "with --plan-only --json > plan.json, then: brimful report plan.json."
+        )
     page = context.with_resource(live_page(f"training {job.name}", run.live, run.live_port))
     if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
         choose_device(None, resolve_device(run.device).kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -164,14 +165,21 @@ def current_rank() -> int:
     return _number("RANK", 0) if ranks_launched() > 1 else 0
 
 
-def shows_report(error: BaseException | None) -> bool:
+def shows_report(error: BaseException | None, own_task: str = "") -> bool:
     """Whether this process shows what all ranks could show: the first rank, and one with an error of its own.
 
     `error` is what ended the run here. What torch raises where another rank has gone is not this one's.
+    `own_task` is that of a run which has no other ranks.
     """
     is_first = dist.get_rank() == 0 if dist.is_available() and dist.is_initialized() else is_first_rank()
     others = (SystemExit, KeyboardInterrupt, getattr(dist, "DistError", SystemExit))
-    return is_first or (error is not None and not isinstance(error, others))
+    return is_first or bool(own_task) or (error is not None and not isinstance(error, others))
+
+
+def trains_with_ranks() -> bool:
+    """Whether this process exchanges gradients with others now."""
+    is_connected = dist.is_available() and dist.is_initialized()
+    return is_connected or not sys.modules.keys().isdisjoint(("horovod.torch", "mpi4py.MPI"))
 
 
 def local_device(device: torch.device) -> torch.device:

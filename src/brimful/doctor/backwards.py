@@ -18,10 +18,10 @@ from brimful.torch_utils.replaced import replaced
 
 
 class Backwards:
-    """Notes the calls of backward in recorded steps; `before` is called before each of the whole run."""
+    """Notes the calls of backward in recorded steps."""
 
-    def __init__(self, ops: WatchedOps, before: Callable[[], bool]) -> None:
-        self._ops, self._before = ops, before
+    def __init__(self, ops: WatchedOps) -> None:
+        self._ops = ops
         self.noted: list[Backward] = []
         self.reached: set[int] = set()
         """Leaves that backward has reached in this step, by id."""
@@ -36,19 +36,19 @@ class Backwards:
         """Parameters whose gradients have parts of earlier steps, by id, with the line that adds to them."""
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Note calls while the context is open."""
+    def following(self, before: Callable[[], bool]) -> Iterator[None]:
+        """Note calls while the context is open, of those before which `before` says so."""
         backward, grad = torch.autograd.backward, torch.autograd.grad
 
         def noted(tensors: Any, *args: Any, **named: Any) -> None:
-            if self._before():
+            if before():
                 retains = bool(named.get("retain_graph") or (args[1:2] or [False])[0])
                 with self._guarding():
                     self._note([*tensors_in(tensors)], retains_graph=retains)
             backward(tensors, *args, **named)
 
         def noted_grad(outputs: Any, *args: Any, **named: Any) -> Any:
-            if self._before():
+            if before():
                 with self._guarding():
                     self._reach(*reached_from(tensors_in(outputs)))
             return grad(outputs, *args, **named)

@@ -1,24 +1,28 @@
-"""The first evaluation of a run, which comes after the steps that are recorded."""
+"""The first evaluation of a run, which comes after the steps that are recorded.
+
+Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node` (checked:
+torch 2.13).
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.batches import tensors_in
 from brimful.doctor.evidence import Gathered, UnusedGraph
-from brimful.torch_utils.graphs import saved_bytes, storage_key, storages_of_model
+from brimful.torch_utils.graphs import grad_fn_of, saved_bytes, storage_key, storages_of_model
 from brimful.torch_utils.held_names import tensors_of_names
 from brimful.torch_utils.lines import calling_line, is_users_own, shown_file
 
@@ -63,18 +67,60 @@ class HeldResults:
         return tuple(found)
 
 
-class FirstEvaluation:
-    """Waits for the first forward in evaluation mode, and notes what it saves if it builds a graph.
+@dataclass(slots=True)
+class CallingLine:
+    """A line of code that calls a model with gradients, in one of its modes."""
 
-    It is one that no backward uses if none runs until the model is called again, or until the run ends. Without
-    a graph, what names hold on the device before each of some forwards shows whether results are gathered.
+    found: UnusedGraph
+    trains: bool
+    """Whether the model is in training mode."""
+    is_used: bool = False
+    """Whether backward has run through what a call of it returned."""
+    left: deque[_Call] = field(default_factory=lambda: deque(maxlen=FORWARDS))
+    """The last of its calls that no backward has followed until the next one of the model, or the run's end."""
+
+    def is_unused(self, backwards: int) -> bool:
+        """Whether no backward runs through calls of it, of those that one of all `backwards` has followed.
+
+        A loop may skip a step, as for a loss of NaN: of a line that trains, it takes two such calls with no
+        backward between them.
+        """
+        calls = Counter(each.backwards for each in self.left if not each.is_used and each.backwards < backwards)
+        return max(calls.values(), default=0) > self.is_used
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a model with gradients."""
+
+    line: CallingLine
+    backwards: int
+    """How often backward had run before it."""
+    is_used: bool = False
+
+    def note_backward(self, *_: Any) -> None:
+        """Note that backward runs through what it returned."""
+        self.is_used = self.line.is_used = True
+
+
+class FirstEvaluation:
+    """Waits for the first evaluation after the recorded steps, and notes what it saves if it builds graphs.
+
+    In either mode, it calls a model, no backward runs until that model is called again, or until the run ends,
+    and none ever runs through what the call returned, as hooks on the last nodes of its graph show. Without a
+    graph, what names hold on the device before each of some forwards shows whether results are gathered.
     `sees` says whether what happens now is watched.
     """
 
     def __init__(self, sees: Callable[[], bool], device_type: str) -> None:
-        self.found: tuple[UnusedGraph, ...] = ()
         self._depth, self._sees, self._held = 0, sees, HeldResults(device_type)
-        self._expected: tuple[UnusedGraph, weakref.ref[nn.Module]] | None = None
+        self._first_node = self._backwards = 0
+        """Number of the running call's first autograd node, and how often backward has run."""
+        self._lines: dict[tuple[str, bool], CallingLine] = {}
+        self._last_calls: dict[int, _Call] = {}
+        """Calls that no backward has followed yet, by id of the model."""
+        self._has_evaluated = False
+        """Whether there were unused graphs when backward ran the last time."""
         self._hooks = [
             register_module_forward_pre_hook(self._before),
             register_module_forward_hook(self._after, always_call=True),
@@ -82,15 +128,25 @@ class FirstEvaluation:
 
     def note_backward(self) -> None:
         """Note that backward runs."""
-        if self._expected is not None or self._held.has_any:
-            self._expected = None
+        is_unused = bool(self.unused)
+        if self._held.has_any or (is_unused and self._has_evaluated):
             self._remove()
+        self._backwards += 1
+        self._last_calls.clear()
+        self._has_evaluated = bool(self.unused)
 
-    def end(self) -> None:
-        """Note that the run has ended."""
-        if self._expected is not None:
-            self.found = (self._expected[0],)
+    def end(self, *, is_whole: bool = True) -> None:
+        """Note that the run has ended; if it is not whole, a backward might have followed its last calls."""
+        if is_whole:
+            for each in self._last_calls.values():
+                each.line.left.append(each)
+            self._backwards += 1
         self._remove()
+
+    @property
+    def unused(self) -> list[CallingLine]:
+        """Lines whose graphs no backward has used."""
+        return [each for each in self._lines.values() if each.is_unused(self._backwards)]
 
     @property
     def gathered(self) -> tuple[Gathered, ...]:
@@ -114,28 +170,39 @@ class FirstEvaluation:
         if not self._sees():
             return
         self._depth += 1
-        if self._depth == 1 and self._expected is not None and self._expected[1]() is model:
-            self.end()
-        elif self._depth == 1 and not (model.training or torch.is_grad_enabled()):
+        if self._depth > 1:
+            return
+        self._first_node = torch._C._autograd._get_sequence_nr()
+        if (before := self._last_calls.pop(id(model), None)) is not None:
+            before.line.left.append(before)
+        if not (model.training or torch.is_grad_enabled()):
             self._note_held(model)
 
     def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
         if not self._sees() or self._depth == 0:
             return
         self._depth -= 1
-        if self._depth or self._expected is not None or model.training:
-            return
-        parameters = list(model.parameters())
-        if not any(each.requires_grad for each in parameters):
-            return
-        if not torch.is_grad_enabled():
+        is_recomputed = torch._C._current_autograd_node() is not None
+        if self._depth or is_recomputed or not torch.is_grad_enabled():
             return
         try:
-            size_bytes = saved_bytes(tensors_in(output), parameters)
+            self._note_graph(model, [*tensors_in(output)])
         except Exception:  # of tensors without a storage: the evaluation is not looked at
             self._remove()
-            return
-        self._expected = UnusedGraph(line=calling_line(), saved_bytes=size_bytes), weakref.ref(model)
+
+    def _note_graph(self, model: nn.Module, outputs: list[Tensor]) -> None:
+        """Follow whether backward runs through what a model returned."""
+        at = calling_line(), model.training
+        if at not in self._lines:
+            parameters = list(model.parameters())
+            has_graph = any(each.requires_grad for each in parameters)
+            size_bytes = saved_bytes(outputs, parameters, self._first_node) if has_graph else 0
+            self._lines[at] = CallingLine(UnusedGraph(line=at[0], saved_bytes=size_bytes), model.training)
+        line = self._lines[at]
+        if line.found.saved_bytes:
+            call = self._last_calls[id(model)] = _Call(line, self._backwards)
+            for node in {grad_fn_of(each) for each in outputs} - {None}:
+                node.register_prehook(call.note_backward)
 
 
 @dataclass(frozen=True, slots=True)

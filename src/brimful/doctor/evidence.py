@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median, median_low
 
+from brimful.results.measurement import busy_text
 from brimful.torch_utils.held_names import Holding
 from brimful.trace import Trace
 
@@ -114,6 +115,8 @@ class Evidence:
     """Time of the step between those that are recorded and those that run unwatched: it is profiled."""
     seconds_after: tuple[float, ...] = ()
     """Times of the steps after those, which ran unwatched."""
+    core_wait_fraction: float | None = None
+    """Part of the time of those steps in which a thread waited for a processor; None if not known."""
     data_seconds_after: tuple[float, ...] = ()
     """Parts of them in which the run waited for its DataLoader."""
     backwards: tuple[Backward, ...] = ()
@@ -131,7 +134,7 @@ class Evidence:
     softmax_twice: tuple[str, ...] = ()
     """Lines that call a softmax whose result another one reads."""
     untrained_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of parameters of models that run in steps and get no gradients, by class."""
+    """Bytes of parameters of models that run in steps and get no gradients, by name."""
     models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
     not_optimized: Mapping[str, int] = field(default_factory=dict)
@@ -154,7 +157,9 @@ class Evidence:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures lack."""
-        return tuple(text for flag, text in _LACKING.items() if flag in self.flags)
+        lacking = [text for flag, text in _LACKING.items() if flag in self.flags]
+        busy = busy_text(self.core_wait_fraction)
+        return (*lacking, *([f"{busy}: steps may be quicker without it"] if busy else ()))
 
     input_shapes: int = 0
     """Different shapes of the inputs of training forwards, but for the number of samples."""

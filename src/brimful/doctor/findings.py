@@ -321,8 +321,8 @@ def graph_unused(seen: Seen) -> Iterator[Finding]:
     """A forward in training mode that builds a graph which no backward uses."""
     for each in seen.evidence.unused_graphs:
         yield Finding(
-            what="a forward saves tensors for a backward that does not run in the step",
-            change="run it under torch.no_grad(), or train the model",
+            what="a forward in training mode saves tensors for a backward that does not run",
+            change="run it under torch.no_grad(), after model.eval() if it evaluates",
             line=each.line,
             size_bytes=each.saved_bytes,
         )

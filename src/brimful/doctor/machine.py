@@ -108,7 +108,10 @@ def end_process(pid: int, machine: Machine, confirms: Callable[[Holder], bool]) 
     """
     holder = next((each for gpu in machine.gpus for each in gpu.holders if each.pid == pid), None)
     if holder is None:
-        raise UsageError(f"process {pid} does not hold memory of a GPU here, so it is not ended.")
+        raise UsageError(
+            f"process {pid} does not hold memory of a GPU here, so it is not ended. Those that do: "
+            "brimful doctor machine"
+        )
     if not holder.is_own:
         owner = holder.user or "a user who cannot be seen from here"
         why = "it is this one, or started it" if pid in this_and_its_parents() else f"it is of {owner}"

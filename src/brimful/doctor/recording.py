@@ -38,6 +38,7 @@ from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
 from brimful.execution.held_memory import size_after
 from brimful.execution.out_of_memory import out_of_memory
+from brimful.torch_utils.held_names import variable_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
@@ -60,8 +61,8 @@ _MOST_OPS = 300_000
 class CalledModules(ModuleCalls):
     """Follows the module calls of all models, each of which is named when it is called for the first time.
 
-    The paths of the first model have no prefix, those of others begin with their classes. `on_call` is called
-    with each model before it runs, `on_return` after it did.
+    The paths of the first model have no prefix, those of others begin with the variables that hold them, or
+    else with their classes. `on_call` is called with each model before it runs, `on_return` after it did.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -81,6 +82,11 @@ class CalledModules(ModuleCalls):
         models = ((prefix, reference()) for prefix, reference in self._models.items())
         return [(prefix, model) for prefix, model in models if model is not None]
 
+    def name_of(self, model: nn.Module) -> str:
+        """The prefix of a model's paths, or else the variable that holds it, or else its class."""
+        known = (prefix for prefix, each in self.alive() if prefix and each is model)
+        return next(known, "") or variable_of(model, sys._getframe()) or type(model).__name__
+
     def _is_followed(self) -> bool:
         # Threads that autograd begins have the mode too: on CUDA they call modules again that are recomputed.
         return not self.is_paused and any(each is self._mode for each in _get_current_dispatch_mode_stack())
@@ -97,7 +103,7 @@ class CalledModules(ModuleCalls):
         if not self._stack:
             known = self._models.get(self._names.get(id(module), "?"))
             if id(module) not in self._names or (known is not None and known() is not module):
-                prefix = type(module).__name__ if self.called else ""
+                prefix = self.name_of(module) if self.called else ""
                 while prefix in self._models:
                     prefix += "'"
                 self.called.append(type(module).__name__)

@@ -46,6 +46,8 @@ class ScriptRun:
     """Whether Ctrl-C ended it."""
     shows_report: bool
     """Whether what was seen is to be shown: of several ranks, not by all."""
+    own_task: str
+    """As `Watch.own_task`."""
 
 
 def run_script(
@@ -68,7 +70,8 @@ def run_script(
         _check_target(Path(target))
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path.cwd() if is_module else Path(target).resolve().parent)
+        file = Path(target).resolve()
+        sys.path[0] = str(Path.cwd() if is_module else file if file.is_dir() else file.parent)
     status = 0
     ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)
@@ -88,7 +91,8 @@ def run_script(
         evidence=watch.evidence(),
         exit_status=status,
         is_interrupted=isinstance(ended_by, KeyboardInterrupt),
-        shows_report=shows_report(ended_by),
+        shows_report=shows_report(ended_by, watch.own_task),
+        own_task=watch.own_task,
     )
 
 
@@ -97,7 +101,9 @@ def _check_target(target: Path) -> None:
     if not target.exists():
         raise UsageError(f"there is no file {target} (looked in {Path.cwd()}).")
     if target.suffix in _NOT_SCRIPTS:
-        in_notebook = ": call brimful.watch() before its training loop" if target.suffix == ".ipynb" else ""
+        in_notebook = (
+            ": write `with brimful.watch():` around its training loop" if target.suffix == ".ipynb" else ""
+        )
         raise UsageError(f"{target} is not a Python script{in_notebook}.")
     if target.is_dir() and not (target / "__main__.py").exists():
         scripts = sorted(map(str, target.glob("*.py")))[:3]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+import warnings
+from typing import Any, Self
 
 from brimful.distributed.ranks import shows_report
 from brimful.doctor.text import watched_document, watched_report, watched_text
@@ -15,10 +16,24 @@ from brimful.utils.display import BestEffortText
 class ShownWatch(Watch):
     """A `Watch` that shows what it saw when it is left; see `brimful.watch`."""
 
+    _has_entered = False
+
+    def __enter__(self) -> Self:
+        self._has_entered = True
+        return super().__enter__()
+
+    def __del__(self) -> None:
+        if not self._has_entered:
+            warnings.warn(
+                "bf.watch() was called without `with`, and watches nothing. "
+                "Write `with bf.watch():` around the training loop.",
+                stacklevel=2,
+            )
+
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         try:
-            if shows_report(error):
+            if shows_report(error, self.own_task):
                 self._show()
         except Exception as own:  # an error of the loop passes through
             self.error = self.error or f"{type(own).__name__}: {own}"

@@ -26,6 +26,8 @@ SNAPSHOT_BYTES = 512 * MIB
 MOST_CONTAINERS = 10_000_000
 """Most dicts, lists and tuples that a snapshot may have. A choice: each takes about 100 bytes of memory."""
 
+_WRITTEN_BY = 'torch.cuda.memory._dump_snapshot("snapshot.pickle") writes one.'
+
 _CONTAINERS = {"DICT", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "LIST", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _PUTS = {"BINPUT", "LONG_BINPUT", "PUT"}
 _DATA = {
@@ -118,7 +120,7 @@ def read_snapshot(path: Path | str) -> Snapshot:
     try:
         return msgspec.convert(document, Snapshot)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise FileFormatError(f"{where} is not one of torch: {one_line(str(error))}.") from error
+        raise FileFormatError(f"{where} is not one of torch: {one_line(str(error))}. {_WRITTEN_BY}") from error
 
 
 class _PlainData(pickle.Unpickler):
@@ -149,7 +151,7 @@ def _count_containers(content: bytes, where: str) -> int:
     except FileFormatError:
         raise
     except Exception as error:  # what is not a pickle may raise anything
-        raise FileFormatError(f"{where} is not a pickle: {one_line(str(error))}.") from error
+        raise FileFormatError(f"{where} is not a pickle: {one_line(str(error))}. {_WRITTEN_BY}") from error
     return containers
 
 

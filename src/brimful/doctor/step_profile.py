@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,6 +39,10 @@ class StepProfile:
     def __init__(self) -> None:
         self.class_seconds: dict[str, float] = {}
         """Seconds by class of op, with what no op takes as the host's; empty until `end`."""
+        self._was_cut = self._is_second = False
+        """Whether a loader that began has ended the first profile, and whether this is another one."""
+        self._events: list[list[Any]] = []
+        """Those of the parts before a loader began."""
         self._began, self._is_on, self._hooks = 0.0, False, ExitStack()
 
     def begin(self) -> None:
@@ -51,19 +55,37 @@ class StepProfile:
             self.stop()
             prepare(own)
 
+        self._is_second = self._was_cut
         self._hooks.enter_context(replaced(profile, "_prepare_trace", prepared))
         autograd._enable_profiler_legacy(
             autograd.ProfilerConfig(ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig())
         )
         self._is_on, self._began = True, time.perf_counter()
 
-    def end(self) -> None:
-        """Keep what was profiled."""
+    def end(self) -> bool:
+        """Keep what was profiled; returns whether a loader has cut it: another step is to be profiled."""
+        if self._was_cut and not self._is_second:
+            return True
         if self._is_on:
             seconds = time.perf_counter() - self._began
-            found = _seconds_of_ops(self.stop())
+            found = _seconds_of_ops([*self._events, *self.stop()])
             found[HOST] += max(seconds - sum(found.values()), 0.0)
             self.class_seconds = dict(found)
+        return False
+
+    @contextmanager
+    def around_loader(self) -> Iterator[None]:
+        """Profile nothing while a loader begins, whose workers would inherit it.
+
+        What follows may be an evaluation, which most steps do not have: only a second profile continues after.
+        """
+        was_on, began, events = self._is_on, self._began, self.stop()
+        yield
+        if was_on and self._is_second:
+            self._events += events
+            self.begin()
+            self._began = began
+        self._was_cut = self._was_cut or was_on
 
     def stop(self) -> list[list[Any]]:
         """Profile no more; returns the events of each thread."""

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
@@ -32,6 +32,7 @@ from brimful.batches import named_tensors, tensors_in
 from brimful.capture.libraries import checkpoints_without_gradient_noted
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.cost.time_shares import time_shares
+from brimful.distributed.ranks import trains_with_ranks
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FORWARDS, FirstEvaluation, HeldResults
 from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
@@ -41,6 +42,7 @@ from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.random_state import PAUSED
 from brimful.execution.setup import expands_segments
 from brimful.optimizers import parameters_of
+from brimful.profiling.timing import WaitsForCores
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
 from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
@@ -49,6 +51,7 @@ from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 from brimful.trace import Category, Phase, Trace
 from brimful.utils.deep_stack import deep_stack
+from brimful.utils.first_rank import srun_task
 
 STEPS = 3
 """Optimizer steps that are recorded by default; as many are timed after them. A choice."""
@@ -95,11 +98,8 @@ class Watch:
 
     def __init__(self, steps: int = STEPS, *, eager: bool = False) -> None:
         # By NVML: `is_available` begins to use CUDA, and then CUDA_VISIBLE_DEVICES and forks are too late.
-        self._ops = ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
-        ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
-        ops.on_error = ops.modules.on_error = self.end_by
-        ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
-        self._backwards = Backwards(ops, self._before_backward)
+        self._ops = WatchedOps("cuda" if torch.cuda.device_count() else "cpu")
+        self._backwards = Backwards(self._ops)
         self._asked, self._recording, self._hooks = steps, ExitStack(), ExitStack()
         self._evaluation_hooks = ExitStack()
         """What follows backward for the first evaluation too; closed before compiled code runs."""
@@ -107,11 +107,13 @@ class Watch:
         self.error = ""
         self.on_step: Callable[[], None] = lambda: None
         """Called after each recorded step, and after the last one that is timed."""
+        self._has_ranks = False
         self._thread = threading.get_ident()
         self._first_evaluation: FirstEvaluation | None = None
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """Those that have stepped."""
-        self._made_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._optimized: set[int] = set()
+        """Parameters of all optimizers, by id."""
         self._timed_optimizer = 0
         self._stepped: set[int] = set()
         self._ends: list[StepEnd] = []
@@ -119,6 +121,9 @@ class Watch:
         """Number of the first autograd node after each step."""
         self._after: list[tuple[float, float]] = []
         """Seconds of each step that is timed, and those of them that it waited for data."""
+        self._core_waits: WaitsForCores | None = None
+        self._core_wait_fraction: float | None = None
+        """How much of the timed steps a thread waited for a processor."""
         self._waited = 0.0
         self._waited_at: dict[str, tuple[float, int]] = {}
         """Seconds by the line that waits for a DataLoader, in recorded and timed steps, and its workers."""
@@ -135,7 +140,7 @@ class Watch:
         self._unused_graphs: dict[str, UnusedGraph] = {}
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
-        """Models that run in steps after the first, by id: class, bytes, ids of parameters."""
+        """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
         self._not_optimized: dict[str, int] = {}
         self._cache_flushes: dict[str, int] = {}
         self._held_in_forward: dict[str, Holding] = {}
@@ -148,24 +153,29 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        hooks, stack = self._hooks, self._recording
-        self._made_optimizers.update(each for each in gc.get_objects() if issubclass(type(each), Optimizer))
+        hooks, stack, ops = self._hooks, self._recording, self._ops
+        ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
+        ops.on_error = ops.modules.on_error = self.end_by
+        ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
+        self._optimized |= _ids_of_parameters(
+            each for each in gc.get_objects() if issubclass(type(each), Optimizer)
+        )
         hooks.enter_context(deep_stack())  # Python sees the nodes that it records
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         hooks.enter_context(self._timing_data())
         hooks.callback(self._evaluation_hooks.close)
-        self._evaluation_hooks.enter_context(self._backwards.following())
+        self._evaluation_hooks.enter_context(self._backwards.following(self._before_backward))
         hooks.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         PAUSED.append(self.paused)
         hooks.callback(PAUSED.remove, self.paused)
-        stack.enter_context(self._ops.modules.follow())
+        stack.enter_context(ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
         if self._eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(checkpoints_without_gradient_noted(self._ops.facts))
-        self._ops.__enter__()
+        stack.enter_context(checkpoints_without_gradient_noted(ops.facts))
+        ops.__enter__()
         self._is_recording = True
         return self
 
@@ -175,7 +185,7 @@ class Watch:
         self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
-            self._first_evaluation.end()
+            self._first_evaluation.end(is_whole=error is None or isinstance(error, SystemExit))
         if error is None or out_of_memory(error) is None:
             self._ops.forget_failure()
 
@@ -203,6 +213,11 @@ class Watch:
             if is_on_top:
                 ops.__enter__()
 
+    @property
+    def own_task(self) -> str:
+        """The number of a task of `srun` after the first, if it trains by itself; else ""."""
+        return "" if self._has_ranks or trains_with_ranks() else srun_task()
+
     def end_by(self, error: Exception) -> None:
         """End recording by an error of its own."""
         self.error = self.error or f"{type(error).__name__}: {error}"
@@ -212,7 +227,9 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
-        late = () if evaluation is None else evaluation.found
+        evaluations, unused_graphs = {**self._evaluations}, {**self._unused_graphs}
+        for late in () if evaluation is None else evaluation.unused:
+            (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         trace = Trace(
@@ -238,12 +255,13 @@ class Watch:
             time_shares=time_shares(self._profile.class_seconds.items()),
             profiled_seconds=self._profiled_seconds,
             seconds_after=tuple(seconds for seconds, _ in self._after),
+            core_wait_fraction=self._core_wait_fraction,
             data_seconds_after=tuple(waited for _, waited in self._after),
             backwards=tuple(backwards.noted),
-            evaluations=(*self._evaluations.values(), *late),
+            evaluations=tuple(evaluations.values()),
             gathered=self._held_results.gathered or (() if evaluation is None else evaluation.gathered),
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
-            unused_graphs=tuple(self._unused_graphs.values()),
+            unused_graphs=tuple(unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
             divides_gradients=ops.divides_gradients,
             softmax_twice=tuple(ops.softmax_twice),
@@ -288,7 +306,8 @@ class Watch:
                 self._flags["sharded"] = None
                 self._backwards.is_sharded = True  # backward reaches the gathered weights, not the shards
             elif all(each.is_leaf for each in parameters):  # others are computed from the weights of a model
-                self._models_in_steps[id(model)] = type(model).__name__, size_bytes, {*map(id, parameters)}
+                name = self._ops.modules.name_of(model)
+                self._models_in_steps[id(model)] = name, size_bytes, {*map(id, parameters)}
         if not torch.is_grad_enabled() or not any(each.requires_grad for each in model.parameters()):
             return
         is_of_gpu = self._ops.device_type == "cuda" and self._ops.position.phase is Phase.SETUP
@@ -400,8 +419,8 @@ class Watch:
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
         def begun(loader: Any, *args: Any, **named: Any) -> None:
-            self._profile.stop()  # workers would inherit it; an evaluation is not part of a step
-            begin(loader, *args, **named)
+            with self._profile.around_loader() if self.sees else nullcontext():
+                begin(loader, *args, **named)
 
         with (
             replaced(_BaseDataLoaderIter, "__next__", timed),
@@ -415,8 +434,8 @@ class Watch:
         add: Callable[..., None] = Optimizer.add_param_group
 
         def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
-            self._made_optimizers.add(optimizer)
             add(optimizer, *args, **named)
+            self._optimized |= _ids_of_parameters([optimizer])
 
         return replaced(Optimizer, "add_param_group", noted)
 
@@ -441,6 +460,7 @@ class Watch:
     @_guarded
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         now = time.perf_counter()
+        self._has_ranks = self._has_ranks or trains_with_ranks()
         if not self._is_recording:
             self._note_time(optimizer, now)
             return
@@ -533,7 +553,7 @@ class Watch:
         stepped = _ids_of_parameters(self._optimizers.values())
         if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
             return
-        known = stepped | _ids_of_parameters(self._made_optimizers)
+        known = stepped | self._optimized
         self._not_optimized = {
             ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
             for prefix, model in self._ops.modules.alive()
@@ -562,12 +582,17 @@ class Watch:
         if id(optimizer) != self._timed_optimizer or len(self._after) == self._asked:
             return
         if self._began is not None and self._profiled_seconds is None:
-            self._profile.end()
-            self._profiled_seconds = time.perf_counter() - self._began
+            if self._profile.end():
+                self._profile.begin()
+            else:
+                self._profiled_seconds = time.perf_counter() - self._began
+                self._core_waits = WaitsForCores()
         elif self._began is not None:
             self._after.append((now - self._began, self._waited))
             if len(self._after) == self._asked:
                 self._await_device()
+                assert self._core_waits is not None
+                self._core_wait_fraction = self._core_waits.fraction()
                 self.on_step()
         self._began, self._waited = time.perf_counter(), 0.0
 
@@ -585,13 +610,13 @@ class Watch:
 
     @property
     def _untrained_bytes(self) -> dict[str, int]:
-        """Bytes of models that run in steps and that no backward has reached, by class.
+        """Bytes of models that run in steps and that no backward has reached, by name.
 
         Frozen parts of a model that is trained, which a recomputation may call by themselves, are none.
         """
         found: dict[str, int] = {}
         # What an optimizer has that steps less often than others is trained too.
-        reached = self._backwards.ever_reached | _ids_of_parameters(self._made_optimizers)
+        reached = self._backwards.ever_reached | self._optimized
         models = self._models_in_steps.values()
         trained = [parameters for _, _, parameters in models if not parameters.isdisjoint(reached)]
         for name, size_bytes, parameters in models:

@@ -43,6 +43,7 @@ from brimful.torch_utils.lines import innermost_line, shown_file
 from brimful.torch_utils.module_names import plain_namer
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
+from brimful.trace.modules import LOSS, OPTIMIZER
 from brimful.utils.quantities import parse_bytes
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
@@ -625,7 +626,7 @@ class _Seen:
         for frame, _ in reversed(frames):
             if (path := self.names.paths.get(id(locals_of(frame).get("self")))) is not None:
                 return path
-        return "<optimizer>" if phase is Phase.OPTIMIZER else "<loss>"
+        return OPTIMIZER if phase is Phase.OPTIMIZER else LOSS
 
 
 def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:

@@ -46,8 +46,8 @@ def _other_ways(file: Path) -> str:
     """What to do with a file that names no model, as a sentence; "" where nothing is known of it."""
     if file.suffix == ".ipynb":
         return (
-            " In a notebook call brimful.watch() before the training loop. Or turn it into a script (jupyter "
-            f"nbconvert --to script {file})."
+            " In a notebook write `with brimful.watch():` around the training loop. Or turn it into a script "
+            f"(jupyter nbconvert --to script {file})."
         )
     if file.suffix in _WEIGHTS:
         return " It may have the weights of a model; give the code or config.json of that model."

@@ -38,6 +38,7 @@ from brimful.prediction.estimator import Capture
 from brimful.settings import Compile, Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
+from brimful.trace.modules import shown_module
 
 HIGHER_PROBABILITIES = (0.03, 0.1, 0.3, 1.0)
 """Probabilities of exceeding the budget that are permitted one after another, where no choice exceeds it as
@@ -57,7 +58,7 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     for precision in request.precisions:
         request.device.check_precision(precision)
     trace = per_rank_trace(capture(request.baseline_settings()))
-    baseline = estimate_unlimited(trace, request.device)
+    baseline = estimate_unlimited(trace.with_last_step_again(), request.device)
     request = request.for_model(trace)
     notes: list[str] = []
     if small := step_over_floor(capture, request, trace):
@@ -117,7 +118,8 @@ def least_step(capture: Capture, request: Request) -> Estimate:
     small = step_over_floor(capture, request, trace)
     if small is not None:
         return small
-    space = SearchSpace(capture, with_headroom(request, estimate_unlimited(trace, request.device)), trace, [])
+    baseline = estimate_unlimited(trace.with_last_step_again(), request.device)
+    space = SearchSpace(capture, with_headroom(request, baseline), trace, [])
     candidates = space.candidates()
     candidates += space.with_optimizer_on_host(candidates)
     return min(_smallest(candidates), key=lambda estimate: estimate.predicted_peak_device_bytes)
@@ -235,7 +237,9 @@ def _plan(
         plain=baseline_alternative(request, baseline, best),
         predicted_exceedance_probability=exceedance_of(best, request),
         alternatives=alternatives(request, candidates, found),
-        peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
+        peak_at=" of ".join(
+            [str(best.peak_phase), *([shown_module(best.peak_module)] if best.peak_module else [])]
+        ),
         budget_curve=tuple(budget_curve(request, candidates, best, baseline)),
         notes=tuple(notes_for(found, trace, planned, request, candidates, notes)),
     )

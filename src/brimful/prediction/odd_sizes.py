@@ -13,6 +13,7 @@ from brimful.cost.kernels.kernel import ALIGNMENT, HALF_TYPES
 from brimful.devices import Device
 from brimful.trace import Op, Trace
 from brimful.trace.extents import Product, extents_of
+from brimful.trace.modules import LOSS
 from brimful.utils.quantities import format_seconds
 
 NOTED_GAIN = 0.01
@@ -59,7 +60,7 @@ def _noted(trace: Trace, device: Device, time: StepTime, size: int, ops: list[Op
 def _layers(trace: Trace, modules: Iterable[str]) -> str:
     """The first layer of some modules and the number of others; a loss in chunks has the products of one."""
     chunked = trace.settings.chunked_loss
-    named = [module for module in modules if module not in ("", "<loss>")]
+    named = [module for module in modules if module not in ("", LOSS)]
     if chunked is not None and chunked.layer not in named:
         named.append(chunked.layer)
     if not named:

@@ -9,6 +9,7 @@ from brimful.memory.at_error import MemoryAtError
 from brimful.prediction import Estimate
 from brimful.report.layout import Listing, Share
 from brimful.trace import Category, Phase
+from brimful.trace.modules import OPTIMIZER, shown_module
 from brimful.utils.quantities import format_bytes
 
 AtPeak = MemoryPrediction | Estimate | MemoryAtError
@@ -27,9 +28,10 @@ def peak_listings(held: AtPeak, peak_bytes: int) -> Iterator[Listing]:
     yield from module_listing(held.modules, peak_bytes)
 
 
-def peak_place(phase: Phase, module: str | None, op: str | None) -> str:
-    """Where a peak is in the step."""
-    return f"{phase}, {'setup' if module is None else module or 'the model itself'}, {op or '-'}"
+def peak_place(phase: Phase, module: str | None, op: str | None, line: str | None = None) -> str:
+    """Where a peak is in the step: phase, module, op and line of code, as far as there are any."""
+    is_named = (phase, module) == (Phase.OPTIMIZER, OPTIMIZER)
+    return ", ".join(filter(None, (phase, "" if is_named else shown_module(module), op, line)))
 
 
 def category_listing(place: str, breakdown: Iterable[tuple[Category, int]], peak_bytes: int) -> Listing:

@@ -38,13 +38,13 @@ def _run_lines(fits: GpuSurvey, fitting: Sequence[GpuFit], others: Sequence[GpuF
     yield from (f"  {length_text(run)}" for _, run in runs[:1] if run is not None)
     name = max(len(fit.device) for fit in fits)
     cost = f"{'cost':>{_RUN_COST}}" if has_prices else ""
-    yield f"  {'GPU':<{name}}{'memory':>10}{'in':>6}{'peak':>10}{'hours (90 %)':>{_HOURS}}{cost}"
+    yield f"  {'GPU':<{name}}{'memory':>10}{'in':>6}{'peak':>10} {'hours (90 %)':>{_HOURS}}{cost}"
     for fit, run in runs:
         assert run is not None
         assert fit.best.settings is not None
         columns = (
             f"{format_bytes(fit.capacity_bytes):>10}{fit.best.settings.precision:>6}"
-            f"{format_bytes(fit.best.predicted_peak_device_bytes or 0):>10}{_hours(run):>{_HOURS}}"
+            f"{format_bytes(fit.best.predicted_peak_device_bytes or 0):>10} {_hours(run):>{_HOURS}}"
         )
         price = "no price" if run.predicted_cost is None else format_price(run.predicted_cost)
         yield f"  {fit.device:<{name}}{columns}{price if has_prices else '':>{_RUN_COST}}".rstrip()

@@ -135,8 +135,8 @@ def _colour(share: Share) -> str:
 
 def _share(share: Share) -> str:
     """A cell that is filled in proportion to a share, in the colour of the share in the bar of the whole."""
-    width = max(1.4 * _percent(share), 1) if share > 0 else 0
-    box = f"width:{width:.1f}px;height:10px;margin-top:5px;background:{_colour(share)}"
+    width = f"width:{_percent(share):.1f}%;min-width:{1 if share > 0 else 0}px"
+    box = f"{width};height:10px;margin-top:5px;background:{_colour(share)}"
     return _cell(f'<div style="{box}"></div>', "min-width:140px")
 
 

@@ -56,10 +56,15 @@ def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
         if text(first) != text(second):
             yield what, text(first), text(second)
     yield from _of_settings(first.settings, second.settings)
-    asked = to_json_document(first.asked), to_json_document(second.asked)
-    for key in asked[0] | asked[1]:
-        if asked[0].get(key) != asked[1].get(key):
-            yield f"option {key}", str(asked[0].get(key)), str(asked[1].get(key))
+    of_models = (dict(each.source.options) if each.source else {} for each in (first, second))
+    yield from _of_options("model's", *of_models)
+    yield from _of_options("option", to_json_document(first.asked), to_json_document(second.asked))
+
+
+def _of_options(whose: str, first: dict[str, Any], second: dict[str, Any]) -> Iterator[Difference]:
+    for key in first | second:
+        if first.get(key) != second.get(key):
+            yield f"{whose} {key}", str(first.get(key)), str(second.get(key))
 
 
 def _chance(probability: float | None) -> str:

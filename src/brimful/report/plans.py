@@ -8,7 +8,7 @@ from itertools import pairwise
 from brimful.exports import Export
 from brimful.planner.plan import NOT_SURE, Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate, Verdict
-from brimful.report.at_peak import peak_listings
+from brimful.report.at_peak import peak_listings, peak_place
 from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone, listing_lines
 from brimful.report.unit_names import folded
 from brimful.results import Suggestion
@@ -174,7 +174,7 @@ def _allocator_listing(estimate: Estimate) -> Iterator[Listing]:
 def _what_happens_at_capacity(estimate: Estimate) -> Iterator[Row]:
     failed = estimate.out_of_memory_at
     if failed is not None:
-        where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op, failed.line)))
+        where = peak_place(failed.phase, failed.module, failed.op, failed.line)
         yield Row("out of memory", f"{where}: {format_bytes(failed.requested_bytes)} more for {failed.label}")
     elif estimate.cache_flushes:
         flushes = f"{estimate.cache_flushes}: the allocator frees its cache to fit, which is slow"

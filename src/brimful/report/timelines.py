@@ -12,6 +12,7 @@ from typing import Any
 
 from brimful.memory import Moment
 from brimful.trace import Category, EventKind, Op, Storage, Trace
+from brimful.trace.modules import shown_module
 
 _ALIGNED_BYTES = 512
 """Addresses are multiples of it, as the CUDA caching allocator's are; any would do."""
@@ -54,7 +55,7 @@ def _frames(storage: Storage, op: Op | None) -> list[dict[str, Any]]:
     if op is not None:
         file, _, line = op.line.rpartition(":")
         frames.append({"name": op.name, "filename": file, "line": int(line) if line.isdecimal() else 0})
-        frames.append({"name": f"{op.phase}: {op.module or 'the model itself'}", "filename": "", "line": 0})
+        frames.append({"name": f"{op.phase}: {shown_module(op.module)}", "filename": "", "line": 0})
     return frames
 
 

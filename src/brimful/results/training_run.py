@@ -122,6 +122,8 @@ class EpochRecord:
     measured_peak_reserved_bytes: NonNegativeInt | None
     measured_peak_device_bytes: NonNegativeInt | None
     """None on a CPU, where no driver reports it."""
+    average_bytes: NonNegativeInt = 0
+    """Memory of the moving average of weights, which is beside every step and in no plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,7 +267,10 @@ def memory_format() -> Study:
             "Take channels_last with half precision on GPUs with tensor cores: there it is what cuDNN's "
             "kernels want; in fp32, and on a CPU, leave the format as it is unless measured."
         ),
-        notes=("The tutorial reports 22 % for mixed precision on a V100, of another training script.",),
+        notes=(
+            "The tutorial reports 22 % for mixed precision on a V100, of another training script.",
+            "The small accuracies are of one seed: another changes them by more than the format does.",
+        ),
     )
 
 

@@ -91,12 +91,12 @@ def is_scaled(loss: Any) -> bool:
     return False
 
 
-def saved_bytes(outputs: Iterable[Any], beside: Iterable[Tensor]) -> int:
-    """Bytes that the graphs of outputs save, but for the tensors in `beside`."""
+def saved_bytes(outputs: Iterable[Any], beside: Iterable[Tensor], first_node: int = 0) -> int:
+    """Bytes that the graphs of outputs save from a node's number on, but for the tensors in `beside`."""
     known = {each.untyped_storage()._cdata for each in beside if each.layout is torch.strided}
     found: dict[int, int] = {}
     for node in nodes_of(outputs):
-        for tensor in saved_by(node)[0] or ():
+        for tensor in (saved_by(node)[0] or ()) if node._sequence_nr() >= first_node else ():
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 found[storage._cdata] = storage.nbytes()

@@ -96,6 +96,23 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def variable_of(value: Any, frame: FrameType | None) -> str:
+    """The variable or attribute of `self` that holds a value, in the outermost function with one; else ""."""
+    found = ""
+    while frame is not None:
+        if is_users_own(frame.f_code.co_filename):
+            names = {**frame.f_globals, **locals_of(frame)}
+            if (owner := names.get("self")) is not None:
+                names |= (
+                    dict(owner.named_children())
+                    if isinstance(owner, nn.Module)
+                    else getattr(owner, "__dict__", {})
+                )
+            found = next((name for name, each in names.items() if each is value and name != "self"), found)
+        frame = frame.f_back
+    return found
+
+
 @cache
 def _reads_locals(code: CodeType) -> bool:
     """Whether code calls one of `_READS_LOCALS`; a method of that name, as `model.eval()`, is another one."""

@@ -141,7 +141,7 @@ class Counterparts:
 
     def __init__(self, trace: Trace, kept: TraceLine) -> None:
         self._trace, self._kept = trace, kept
-        copies = _copies_of_buffers(kept)
+        copies = _copies_of_buffers(trace, kept)
         self._ops = _counterparts(
             _op_keys(trace),
             _op_keys(kept.small),
@@ -229,13 +229,14 @@ def _storage_keys(trace: Trace) -> Iterator[_Keys]:
 _COPY = "aten.clone.default"
 
 
-def _copies_of_buffers(kept: TraceLine) -> set[_OpKey]:
+def _copies_of_buffers(trace: Trace, kept: TraceLine) -> set[_OpKey]:
     """Keys of ops that copy what is there before training and has one size in all micro-batches."""
     storages = zip(kept.small.storages, kept.large.storages, strict=True)
     sizes = {
         a.size_bytes for a, b in storages if a.category is Category.PARAMETERS and a.size_bytes == b.size_bytes
     }
-    return {_OpKey(_COPY, 0, size_bytes, size_bytes, ()) for size_bytes in sizes}
+    copies = (op for op in trace.ops if op.name == _COPY and op.read_bytes == op.written_bytes)
+    return {_op_key(op) for op in copies if op.written_bytes in sizes}
 
 
 _CONSTANT = -1

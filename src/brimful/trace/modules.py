@@ -22,6 +22,17 @@ INPUT_MODULES = frozenset({f"ConvTranspose{n}d" for n in (1, 2, 3)} | {"Upsample
 U-Nets it computes little beside the convolutions that follow."""
 
 
+LOSS, OPTIMIZER = "<loss>", "<optimizer>"
+"""In place of the path of a module: of ops outside of the model, and of those of the update."""
+
+
+def shown_module(path: str | None) -> str:
+    """The path of a module, or words for what is outside of all; "" for None."""
+    return {None: "", "": "the model itself", LOSS: "the loss", OPTIMIZER: "the optimizer"}.get(
+        path, path or ""
+    )
+
+
 def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
     """By op, the index of its unit; -1 if it is in none, as ops of the loss and the optimizer are.
 
@@ -100,7 +111,7 @@ def own_checkpointed_units(kept: Trace, units: Sequence[str]) -> frozenset[int]:
 def _chunked_modules(trace: Trace) -> set[str]:
     """Modules of a loss in chunks, which is computed again in backward by its own rules."""
     chunked = trace.settings.chunked_loss
-    return {"<loss>", chunked.layer} if chunked else set()
+    return {LOSS, chunked.layer} if chunked else set()
 
 
 def children_of(trace: Trace) -> dict[str, list[str]]:

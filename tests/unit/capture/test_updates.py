@@ -1,6 +1,7 @@
 """The optimizer is captured once for many steps: a step joined to it is that of a whole capture."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,11 +194,34 @@ def test_optimizers_share_forward_and_backward(monkeypatch: pytest.MonkeyPatch) 
     job, device = language_job(lambda: GPT(layers=6)), DEVICES["RTX 3090"]
     named = [replace(PLAIN, optimizer=name) for name in ("adafactor", "sgd", "muon")]
     fused = replace(PLAIN, optimizer="sgd", optimizer_implementation=OptimizerImplementation.FUSED)
-    settings = [PLAIN, *named, fused]
+    on_host = replace(PLAIN, offload_optimizer=True)
+    settings = [PLAIN, *named, fused, on_host]
     with CachedCapture(job, device) as capture:
         traces = [capture(each) for each in settings]
     assert traces == [capture_step(job, each, device, steps=1) for each in settings]
     assert ran == [None]  # the job's own optimizer is one by name too
+
+
+class OverFrozen(nn.Module):
+    """A trained layer over a frozen one whose weights have a type of their own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(8, 8, dtype=dtype).requires_grad_(False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x.to(self.frozen.weight.dtype)).float())
+
+
+def test_a_job_with_other_frozen_weights_has_an_update_of_its_own() -> None:
+    """As QLoRA has after LoRA: the gradients are the same, what is there before the first forward is not."""
+    device, shared = DEVICES["RTX 3090"], None
+    for dtype in (torch.float32, torch.bfloat16):
+        job = vector_job(partial(OverFrozen, dtype), 8)
+        shared = SharedUpdates(job, WatchedDevice(device), like=shared)
+        whole = capture_step(job, PLAIN, device, steps=1)
+        shared.learn(PLAIN, whole)
+        assert shared._captured(PLAIN, None) == whole
 
 
 class UsesForward(torch.optim.SGD):

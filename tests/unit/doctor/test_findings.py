@@ -93,6 +93,35 @@ def evaluation(faulty: bool) -> None:
         model(next(data())[0])
 
 
+def evaluation_in_training_mode(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    for _ in range(2):
+        for x, y in data():
+            step(model, optimizer, x, y)
+        with torch.set_grad_enabled(faulty):
+            for x, _ in data(2):
+                model(x)
+
+
+def evaluation_by_the_line_that_trains(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+
+    def epoch(trains: bool) -> None:
+        for x, y in data():
+            loss = functional.cross_entropy(model(x), y)
+            if trains:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    for _ in range(2):
+        epoch(True)
+        with torch.set_grad_enabled(faulty):
+            epoch(False)
+
+
 def evaluation_within(faulty: bool) -> None:
     model, teacher = Net(), Net()
     teacher.eval()
@@ -502,6 +531,30 @@ def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     assert found.check == "evaluation-with-gradients"
     assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4) * 4  # of ReLU and of the two last layers
     assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
+
+
+@pytest.mark.parametrize("run", [evaluation_in_training_mode, evaluation_by_the_line_that_trains])
+def test_an_evaluation_in_training_mode_that_builds_graphs_is_found(run: Callable[[bool], None]) -> None:
+    """Though it comes after the recorded steps."""
+    (found,) = seen_in(run, faulty=True)
+    assert (found.check, found.size_bytes) == ("graph-unused", 256 * (WIDTH + 4 * WIDTH + WIDTH) * 4)
+    assert "test_findings.py:" in found.line
+    assert seen_in(run, faulty=False) == ()
+
+
+def test_the_last_forward_of_an_interrupted_run_is_not_one_without_backward() -> None:
+    model = Net()
+    optimizer = sgd(model)
+
+    def run() -> None:
+        for x, y in data(2):
+            step(model, optimizer, x, y)
+        model(next(data())[0])
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Watch(2) as watch:
+        run()
+    assert findings(watch.evidence()) == ()
 
 
 def test_a_second_forward_of_the_trained_model_is_found() -> None:

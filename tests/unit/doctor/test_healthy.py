@@ -146,6 +146,101 @@ def closures() -> None:
         optimizer.step(closure)
 
 
+def two_forwards_of_one_backward() -> None:
+    for trains in (True, False):
+        model = net().train(trains)
+        optimizer = adam(model)
+        for _ in range(8):
+            first, second = model(batch()[0]), model(batch()[0])
+            optimizer.zero_grad()
+            (first - second).square().mean().backward()
+            optimizer.step()
+            del first, second
+        del model, optimizer
+
+
+def episodes() -> None:
+    policy = net()
+    optimizer = adam(policy)
+    for _ in range(6):
+        results = [policy(batch()[0]).log_softmax(-1)[:, 0] for _ in range(10)]
+        optimizer.zero_grad()
+        torch.stack(results).mean().backward()
+        optimizer.step()
+        del results
+
+
+def accumulated() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        for _ in range(4):
+            x, y = batch()
+            (functional.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def critics_with_a_gradient_penalty() -> None:
+    generator, critic = net(WIDTH), net(1)
+    of_generator, of_critic = adam(generator), adam(critic)
+    for _ in range(6):
+        for _ in range(3):
+            real = batch()[0]
+            with torch.no_grad():
+                made = generator(batch()[0])
+            between = (real + made).requires_grad_()
+            (slopes,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+            of_critic.zero_grad()
+            (critic(made).mean() - critic(real).mean() + (slopes.norm(dim=1) - 1).square().mean()).backward()
+            of_critic.step()
+            del slopes
+        of_generator.zero_grad()
+        (-critic(generator(batch()[0])).mean()).backward()
+        of_generator.step()
+
+
+def line_searches() -> None:
+    model = net(1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+    x = batch()[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if loss.requires_grad:
+            loss.backward()
+        return loss
+
+    for _ in range(6):
+        optimizer.step(closure)
+
+
+def shared_checkpoints() -> None:
+    block = nn.Linear(WIDTH, WIDTH)
+    optimizer = adam(block)
+    for _ in range(8):
+        x = batch()[0].requires_grad_()
+        optimizer.zero_grad()
+        for use_reentrant in (False, True, False):
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        x.square().mean().backward()
+        optimizer.step()
+
+
+def a_step_that_is_skipped() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(12):
+        x, y = batch()
+        loss = functional.cross_entropy(model(x), y)
+        if number in (6, 10):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def sparse_gradients() -> None:
     table = nn.Embedding(100, WIDTH, sparse=True)
     optimizer = torch.optim.SparseAdam(list(table.parameters()))
@@ -229,6 +324,13 @@ HEALTHY: list[Callable[[], None]] = [
     skipped_steps,
     adversarial_examples,
     closures,
+    two_forwards_of_one_backward,
+    episodes,
+    accumulated,
+    critics_with_a_gradient_penalty,
+    line_searches,
+    shared_checkpoints,
+    a_step_that_is_skipped,
     sparse_gradients,
     sparse_variable,
     hooks_of_the_script,

@@ -49,6 +49,12 @@ def test_the_report_follows_an_error(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.startswith("watched 2 optimizer steps")
 
 
+def test_a_watch_without_with_warns_at_its_line() -> None:
+    with pytest.warns(UserWarning, match="Write `with bf.watch") as warned:
+        bf.watch()
+    assert warned[0].filename == __file__
+
+
 def test_a_notebook_displays_the_report_as_html(monkeypatch: pytest.MonkeyPatch) -> None:
     displayed: list[bf.doctor.ShownWatch] = []
     notebook = SimpleNamespace(get_ipython=lambda: notebook, display=SimpleNamespace(display=displayed.append))

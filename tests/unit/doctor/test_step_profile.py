@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful.cost.time_shares import HOST, LOADING, MATMUL, NORMALIZATION, OPTIMIZER, POINTWISE
 from brimful.doctor import Watch, watched_document, watched_text
+from brimful.profiling.timing import WaitsForCores
 
 
 def train(model: nn.Module, x: Tensor, steps: int = 8, before_step: Callable[[int], object] = id) -> None:
@@ -107,6 +108,20 @@ def test_data_loading_has_its_share() -> None:
     assert next(iter(shares)) == LOADING
 
 
+@pytest.mark.parametrize("number_workers", [0, 1])
+def test_steps_with_an_evaluation_each_say_where_their_time_goes(number_workers: int) -> None:
+    loader = DataLoader(range(4), 2, num_workers=number_workers)
+    shares = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 10, lambda _: [*loader])
+    assert {HOST, LOADING, OPTIMIZER} <= shares.keys()
+
+
+def test_an_evaluation_in_the_profiled_step_is_not_part_of_it() -> None:
+    """The step after it is profiled in its place."""
+    loader = DataLoader(range(4), 2)
+    shares = shares_of(nn.Linear(16, 16), torch.randn(16, 16), 10, lambda step: [*loader] if step == 3 else ())
+    assert LOADING not in shares
+
+
 @pytest.mark.parametrize("first", [0, 3, 4], ids=["all along", "in the profiled step", "after it"])
 def test_a_profiler_of_the_script_sees_its_steps(first: int) -> None:
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
@@ -123,6 +138,14 @@ def test_a_profiler_of_the_script_sees_its_steps(first: int) -> None:
     assert row.count >= 8 - first  # an op of a recorded step is dispatched twice
     assert watch.evidence().error == ""
     assert bool(watch.evidence().time_shares) == (first == 4)
+
+
+@pytest.mark.parametrize("fraction", [0.34, 0.01, None])
+def test_steps_beside_other_work_have_a_note(fraction: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitsForCores, "fraction", lambda _: fraction)
+    with Watch() as watch:
+        train(nn.Linear(16, 16), torch.randn(16, 16), 8)
+    assert ("waited for one 34% of the time" in watched_text(watch.evidence())) == (fraction == 0.34)
 
 
 def test_a_run_that_ends_while_it_is_profiled_leaves_no_profiler() -> None:

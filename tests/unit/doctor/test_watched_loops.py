@@ -306,6 +306,31 @@ def test_what_an_evaluation_between_recorded_steps_leaves_is_counted_and_found()
     assert results
 
 
+def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
+    class Distillation:
+        def __init__(self) -> None:
+            self.student, self.teacher = net(), net().requires_grad_(False)
+
+        def loss(self, x: Tensor) -> Tensor:
+            return (self.student(x) - self.teacher(x)).square().mean()
+
+    task, critic = Distillation(), nn.Sequential(nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.SGD([*task.student.parameters(), *critic.parameters()], 1e-3)
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).mean()  # type: ignore[no-any-return]
+
+    def step(_index: int) -> None:
+        x = torch.randn(8, WIDTH)
+        (task.loss(x) + loss_of(critic, x)).backward()
+        optimizer.step()
+
+    evidence = watched(step)
+    paths = {path.partition(".")[0] for path, _ in evidence.trace.module_classes}
+    assert paths == {"", "0", "1", "2", "teacher", "critic"}
+    assert [*evidence.untrained_bytes] == ["teacher"]
+
+
 def test_a_model_that_steps_less_often_is_trained() -> None:
     generator, critic, x = net(), net(), torch.randn(512, WIDTH)
     often = torch.optim.SGD(critic.parameters(), 1e-3)

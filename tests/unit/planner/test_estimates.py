@@ -17,6 +17,7 @@ from brimful.cost import StepTime, step_seconds
 from brimful.devices import Device
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.memory import AllocatorSettings, predict_memory, smallest_surviving_capacity_bytes
+from brimful.models.variants import with_dtype
 from brimful.planner import GpuFit
 from brimful.prediction import Verdict, estimate_trace
 from brimful.prediction.estimator import MOST_SAMPLES
@@ -145,6 +146,17 @@ def test_an_estimate_says_which_size_and_optimizer_it_counts_where_they_are_not_
     assert optimizer in bf.plan(without, DEVICE, global_batch_size=2).notes
     assert optimizer not in bf.plan(wide_job(), DEVICE, global_batch_size=2).notes
     assert optimizer not in bf.plan(without, DEVICE, global_batch_size=2, optimizer="sgd").notes
+    stated = replace(wide_job(), optimizer="adamw")
+    assert optimizer not in bf.estimate(stated, DEVICE, micro_batch_size=1).notes
+    assert optimizer not in bf.plan(stated, DEVICE, global_batch_size=2).notes
+
+
+def test_fp32_in_the_settings_is_explained_where_the_weights_are_in_half_precision() -> None:
+    half = with_dtype(wide_job(), "bf16")
+    (note,) = bf.estimate(half, DEVICE, micro_batch_size=1).notes
+    assert note.startswith("fp32 in the settings says that autocast is off: the weights are bfloat16")
+    assert note in bf.plan(half, DEVICE, global_batch_size=1).notes
+    assert bf.estimate(half, DEVICE, micro_batch_size=1, precision="bf16").notes == ()
 
 
 def test_two_captures_tell_any_micro_batch_size_exactly() -> None:

@@ -91,6 +91,23 @@ def test_the_smallest_budget_is_enough() -> None:
     assert planned("gpt", least).predicted_peak_device_bytes <= least
 
 
+def test_the_baseline_reserves_what_a_plan_of_its_settings_does_and_shares_of_it_are_budgets() -> None:
+    """Each is a second step, in the memory as the first one left it."""
+    width, samples = 1024, 2048
+    job = Job(
+        model=lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(4))),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, width),
+        optimizer="adamw",
+    )
+    keeps: dict[str, Any] = {"recompute": "none", "offload_activations": False, "expandable_segments": False}
+    keeps |= {"micro_batch_size": samples, "optimizer_implementation": "foreach"}
+    for budget in (None, "100%"):
+        plan = bf.plan(job, "RTX 3090", global_batch_size=samples, budget=budget, max_exceedance=1, **keeps)
+        assert plan.plain.predicted_peak_reserved_bytes == plan.predicted_peak_reserved_bytes
+    assert plan.budget_bytes == plan.predicted_peak_device_bytes
+
+
 def test_what_is_pinned_stays() -> None:
     plan = planned("gpt", 1 << 40, recompute="all", micro_batch_size=2)
     assert {unit.action for unit in plan.settings.units} == {Action.RECOMPUTE}
@@ -182,7 +199,10 @@ def test_a_step_of_one_micro_batch_is_told_from_one_of_two(name: str) -> None:
     assert len(derived.ops) - len(one.ops) in range(8)  # the weighting of the loss
 
 
-@pytest.mark.parametrize(("name", "precision"), [("gpt", Precision.FP32), ("post-norm", Precision.BF16)])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("gpt", Precision.FP32), ("post-norm", Precision.BF16), ("resnet", Precision.FP32)],  # copies of buffers
+)
 def test_recomputed_steps_are_told_at_other_sizes_from_those_kept(name: str, precision: Precision) -> None:
     at = partial(Settings, gradient_accumulation_steps=2, precision=precision)
     small, large = (capture(name, at(micro_batch_size=size), "A100 80GB SXM") for size in (5, 7))

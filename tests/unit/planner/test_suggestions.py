@@ -17,10 +17,13 @@ from brimful.memory import most_held_bytes
 from brimful.models.resolve import resolve_job
 from brimful.planner import Plan
 from brimful.planner.candidate import estimate_of
+from brimful.planner.explain.changed_steps import _on_one_rank
 from brimful.results import Suggestion
 from brimful.settings import Parallelism, Precision, Settings
-from brimful.trace import Category
+from brimful.trace import Category, Trace
 from helpers import compared_jobs
+from helpers.models import GPT
+from helpers.planned_jobs import language_job
 
 GPU = "RTX 3090"
 
@@ -340,3 +343,19 @@ def test_variants_are_options_of_any_model(tmp_path: Any) -> None:
         resolve_job(f"{file}:job", quantize="nf4")
     with pytest.raises(bf.errors.UnknownNameError, match="type of weights"):
         resolve_job(f"{file}:job", dtype="fp8")
+
+
+def test_a_rank_of_two_gpus_runs_what_was_captured_of_the_plan() -> None:
+    """Micro-batches after the second repeat it, so half as many are not captured again."""
+    asked: list[Settings] = []
+    captured = CautiousCapture(language_job(lambda: GPT(layers=1)), find_device(GPU))
+
+    def capture(settings: Settings, steps: int = 1) -> Trace:
+        asked.append(settings)
+        return captured(settings, steps)
+
+    chosen = Settings(micro_batch_size=4, gradient_accumulation_steps=4)
+    half = replace(chosen, gradient_accumulation_steps=2)
+    of_rank = replace(half, world_size=2)
+    assert _on_one_rank(capture, chosen)(of_rank) == captured(half, 1).with_settings(of_rank)
+    assert asked == [chosen]

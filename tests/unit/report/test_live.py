@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 from brimful.report.layout import Remark
 from brimful.report.page import Page, Section, Unit, curve
 from brimful.report.page.live import LivePage
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from helpers.chromium import CHROMIUM, Chromium
 
 
 def run_of(steps: int) -> Page:
@@ -110,3 +108,23 @@ def test_a_real_browser_follows_a_page_in_place_until_it_ends(tmp_path: Path) ->
     assert 'aria-label="Chart: Loss. loss 1 at first, 0.1111 at last.' in dom
     assert 'aria-live="off">step 9: loss 0.1111</div>' in dom
     assert re.search(r'role="status">Live</span> <span>· [^<]+</span>', dom)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_asks_again_when_it_has_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that takes longer than the time between two asks is made once, and shown."""
+    with LivePage("a run") as page, Chromium(tmp_path, page.url) as browser:
+        latest, asked = page._latest, []
+
+        def slow() -> bytes:
+            asked.append(time.monotonic())
+            time.sleep(5)
+            return latest()
+
+        monkeypatch.setattr(page, "_latest", slow)
+        page.show(lambda: run_of(9))
+        browser.until("document.title === '9 steps'")
+        assert len(asked) == 1
+        browser.evaluate("document.querySelector('.live button').click()")
+        assert browser.evaluate("document.querySelector('.live').textContent").startswith("Paused")
+        assert not browser.errors

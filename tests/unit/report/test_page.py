@@ -17,10 +17,11 @@ import brimful as bf
 from brimful.planner import Plan
 from brimful.planner.plan import BudgetPoint
 from brimful.prediction import Estimate, estimate_trace
+from brimful.report.at_peak import peak_place
 from brimful.report.page import page_html, plan_page, run_page, trace_page
 from brimful.report.page.charts import POINTS, Unit, curve
 from brimful.settings import Action, UnitAction
-from brimful.trace import Trace
+from brimful.trace import Phase, Trace
 from helpers.captured_jobs import A100, capture, job
 from helpers.tiny_jobs import make_job, train
 
@@ -157,6 +158,20 @@ def test_hostile_names_are_text() -> None:
         assert json.loads(page.scripts[0])
         assert HOSTILE in "".join(page.words)
         assert HOSTILE not in text
+
+
+def test_what_is_outside_of_the_model_has_words_and_no_path() -> None:
+    assert peak_place(Phase.BACKWARD, "<loss>", "mul") == "backward, the loss, mul"
+    assert peak_place(Phase.OPTIMIZER, "<optimizer>", None) == "optimizer"
+    assert peak_place(Phase.BACKWARD, "<optimizer>", "mul", "a.py:3") == "backward, the optimizer, mul, a.py:3"
+    assert peak_place(Phase.SETUP, None, None) == "setup"
+    trace = captured()
+    assert "<loss>" in {op.module for op in trace.ops}
+    page = Page(page_html(trace_page(trace)))
+    shown = page.scripts[0] + "".join(page.words)
+    assert ", the loss, " in shown
+    assert "loss>" not in shown
+    assert "optimizer>" not in shown
 
 
 def test_a_run_has_curves_and_what_was_predicted_beside_what_was_measured() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import brimful as bf
+from brimful.planner import JobSource
 from brimful.report.layout import Listing
 from brimful.report.plan_differences import differences_report
 from brimful.report.unit_names import folded
@@ -47,3 +48,16 @@ def test_units_in_a_row_that_differ_alike_have_one_line() -> None:
         ("over it with probability", "under 0.1%", "0.2%"),
         ("[400..409]–[490..499]", "recompute", "keep"),
     )
+
+
+def test_options_of_the_model_that_differ_are_shown() -> None:
+    job = bf.Job(
+        model=lambda: nn.Linear(4, 4),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.rand(n, 4),
+    )
+    plan = replace(bf.plan(job, "cpu", global_batch_size=8), source=JobSource(name="gpt2"))
+    half = replace(plan, source=JobSource(name="gpt2", options={"dtype": "bf16"}))
+    (listing,) = differences_report(plan, half, ("a", "b")).parts
+    assert isinstance(listing, Listing)
+    assert listing.rows == (("model's dtype", "None", "bf16"),)

@@ -130,6 +130,11 @@ def test_a_study_concludes_in_one_sentence(study: Study) -> None:
     assert len(re.findall(r"[.!?](?= |$)", study.conclusion)) == 1
 
 
+def test_a_small_scale_that_its_labels_do_not_describe_is_described_in_a_note() -> None:
+    assert any("hidden layers are 63 and 64 wide" in note for note in STUDIES["sizes"].notes)
+    assert any("of one seed" in note for note in STUDIES["memory-format"].notes)
+
+
 def test_the_loop_of_the_article_is_predicted_for_its_device_alone() -> None:
     study = STUDIES["vgg16"]
     result = run_study(replace(study, cases=study.cases[:1]), "T4")

@@ -5,11 +5,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import brimful as bf
+from brimful.cli.report import run_so_far
 from brimful.errors import PartialUpdateError, UsageError
 from brimful.job import Data
+from brimful.report.layout import Listing
+from brimful.report.measurements import predicted_beside_measured
 from brimful.results import StopReason
-from brimful.trainer import Callback, load_weights
+from brimful.trainer import Callback, Trainer, load_weights
 from brimful.trainer.step.ema import MovingAverage
+
+
+def test_the_page_of_a_run_that_has_not_ended_counts_the_average(job_with, tmp_path):
+    job = job_with(data=lambda: Data(train={"x": torch.randn(8, 8), "y": torch.zeros(8, dtype=torch.long)}))
+    plan = bf.plan(job, "cpu", global_batch_size=4)
+    result = Trainer(job, plan, epochs=1, ema_decay=0.9, run_dir=tmp_path / "run", show_progress=False).fit()
+    whole = next(iter(predicted_beside_measured(result).rows))
+    (tmp_path / "run" / "result.json").unlink()
+    (so_far,) = (each for each in run_so_far(tmp_path / "run").sections if each.title == "Run")
+    (listing,) = (each for each in so_far.content if isinstance(each, Listing))
+    assert whole[1:3] == listing.rows[0][1:3]
 
 
 def test_the_average_is_validated_saved_and_resumed(job_with, trained, samples, tmp_path):

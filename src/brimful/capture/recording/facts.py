@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from brimful.trace.modules import shown_module
+
 
 @dataclass(slots=True)
 class StepFacts:
@@ -51,5 +53,6 @@ class StepFacts:
 
 
 def shown_path(module: str) -> str:
-    """The path of a module in quotes, or "the model itself"."""
-    return repr(module) if module else "the model itself"
+    """The path of a module in quotes, or words for what is outside of all."""
+    shown = shown_module(module)
+    return shown if shown != module else repr(module)

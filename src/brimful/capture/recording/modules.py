@@ -31,11 +31,9 @@ from torch.utils.hooks import RemovableHandle
 from brimful.capture.recording.facts import shown_path
 from brimful.torch_utils.module_names import plain_namer
 from brimful.torch_utils.replaced import replaced
+from brimful.trace.modules import LOSS
 from brimful.transforms.input_ops import InputOps, Made
 from brimful.transforms.segments import Call
-
-LOSS = "<loss>"
-OPTIMIZER = "<optimizer>"
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 
@@ -158,7 +156,7 @@ class ModuleCalls:
         return self._last_backward
 
     def shown_owner(self) -> str:
-        """The path of the module the current op belongs to, in quotes, or "the model itself"."""
+        """The path of the module the current op belongs to, in quotes, or words for what is outside of all."""
         return shown_path(self.owner())
 
     def _is_followed(self) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from brimful.capture.recording.modules import OPTIMIZER, ModuleCalls
+from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.op_info import OpInfo
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import OpWork
 from brimful.torch_utils.lines import calling_line
 from brimful.trace import Op, Phase
+from brimful.trace.modules import OPTIMIZER
 from brimful.utils.quantities import MIB
 
 LOCATED_BYTES = MIB

@@ -57,6 +57,8 @@ class RecordedPart:
     gradients: tuple[Gradient, ...]
     host_state_bytes: int
     """Optimizer state in the host's memory."""
+    host_staging_bytes: int
+    """Pinned memory between the device and an optimizer on the host."""
     paged_state_bytes: int
     """Optimizer state in CUDA's managed memory."""
     counts: Mapping[str, Sequence[tuple[int, int, int]]]
@@ -74,9 +76,8 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     `update` is the optimizer's part, recorded with the same gradients. Raises `PartsDifferError` if the parts
     do not show the whole step.
     """
-    if model.gradients != update.gradients:
+    if model.gradients != update.gradients or not begin_alike(model, update):
         raise PartsDifferError
-    _check_setup(model, update)
     first, last, ahead = model.forward, model.update, update.forward
     of_model, of_update = later_ops(model, update)
     last_micro_batch = model.recorded.ops[last.ops - 1].micro_batch
@@ -240,17 +241,18 @@ def _gradients_of(part: RecordedPart) -> dict[str, int]:
     return found
 
 
-def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
-    """Check that the model's part begins as the update's does, except for the size of its batch."""
-    count = model.forward
-    if model.recorded.ops[: count.ops] != update.recorded.ops[: count.ops]:
-        raise PartsDifferError
-    if model.recorded.events[: count.events] != update.recorded.events[: count.events]:
-        raise PartsDifferError
-    for mine, other in zip(model.recorded.blocks[: model.forward.blocks], update.recorded.blocks, strict=False):
-        has_same_size = mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS
-        if not (has_same_size and (mine.label, mine.category) == (other.label, other.category)):
-            raise PartsDifferError
+def begin_alike(model: RecordedPart, update: RecordedPart) -> bool:
+    """Whether the model's part begins as the update's does, except for the size of its batch."""
+    ours, others, count = model.recorded, update.recorded, model.forward
+    return (
+        ours.ops[: count.ops] == others.ops[: count.ops]
+        and ours.events[: count.events] == others.events[: count.events]
+        and all(
+            (mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS)
+            and (mine.label, mine.category) == (other.label, other.category)
+            for mine, other in zip(ours.blocks[: count.blocks], others.blocks, strict=False)
+        )
+    )
 
 
 def _in_micro_batch(micro_batch: int, ops: Sequence[Op]) -> Iterator[Op]:

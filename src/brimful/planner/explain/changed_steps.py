@@ -122,7 +122,7 @@ class ChangedSteps:
         self._base = replace(chosen, **{**plain, **change.settings})
         capture = context.capture if change.capture is None else change.capture
         self._is_replicated = world_size > request.world_size and self._base.parallelism is Parallelism.DDP
-        self._capture = _on_one_rank(capture) if self._is_replicated else capture
+        self._capture = _on_one_rank(capture, chosen) if self._is_replicated else capture
         self._scaled = RoughlyScaledTraces(self._capture)
 
     def fastest(self) -> Estimate | None:
@@ -278,10 +278,18 @@ class ChangedSteps:
         return estimate_unlimited(trace.with_last_step_again(), self._request.device)
 
 
-def _on_one_rank(capture: Capture) -> Capture:
-    """Captures of steps on several ranks under DDP, each of which runs what a single one does."""
+def _on_one_rank(capture: Capture, chosen: Settings) -> Capture:
+    """Captures of steps on several ranks under DDP, each of which runs what a single one does.
+
+    Micro-batches after the second repeat it, so what was captured of as large ones, several of which are a step
+    of the choice, serves for fewer.
+    """
+    size, of_choice = chosen.micro_batch_size, chosen.gradient_accumulation_steps
 
     def captured(settings: Settings, steps: int = 1) -> Trace:
-        return capture(replace(settings, world_size=1, num_nodes=1), steps).with_settings(settings)
+        alone = replace(settings, world_size=1, num_nodes=1)
+        if alone.micro_batch_size == size and min(alone.gradient_accumulation_steps, of_choice) > 1:
+            alone = replace(alone, gradient_accumulation_steps=of_choice)
+        return capture(alone, steps).with_settings(settings)
 
     return captured

@@ -18,7 +18,7 @@ from brimful.planner.request import Request
 from brimful.prediction.estimate import COMPILE_NOTE, Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
 from brimful.prediction.odd_sizes import odd_size_notes
-from brimful.prediction.uncast import uncast_notes
+from brimful.prediction.uncast import half_weights_notes, uncast_notes
 from brimful.prediction.untrained import untrained_notes
 from brimful.settings import Compile, MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
@@ -72,6 +72,7 @@ def notes_for(
     yield from untrained_notes(baseline)
     yield from odd_size_notes(planned, request.device, best.step_time)
     yield from uncast_notes(planned)
+    yield from half_weights_notes(planned)
     yield from (f"{NOT_SURE}{uncertain}." for uncertain in best.uncertain)
     yield from _what_it_may_take(best, request, candidates)
 

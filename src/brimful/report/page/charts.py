@@ -67,8 +67,8 @@ class Chart:
     """What it is."""
     x_is_log: bool = False
     """Whether x is drawn on a logarithmic axis."""
-    bands: tuple[tuple[int, str], ...] = ()
-    """Where along x a part begins, by its point, and the part's name."""
+    bands: tuple[tuple[int, str, str], ...] = ()
+    """Where along x a part begins, by its point, the part's name and a short one for where that is too wide."""
     details: tuple[str, ...] = ()
     """Lines on each point; empty for none."""
 

@@ -62,12 +62,13 @@
       ctx.lineWidth = ratio;
       const stroke = (...points) => { ctx.beginPath(); points.forEach(([x, y], at) => ctx[at ? "lineTo" : "moveTo"](x, y)); ctx.stroke(); };
       ctx.strokeStyle = style("--faint");
-      chart.bands.forEach(([point, name], number) => {
+      chart.bands.forEach(([point, ...names], number) => {
         const start = u.valToPos(chart.x[point], "x", true), after = chart.bands[number + 1];
         const end = after ? u.valToPos(chart.x[after[0]], "x", true) : bbox.left + bbox.width;
         ctx.textAlign = "left";
         if (start >= bbox.left && end <= bbox.left + bbox.width + 1) {
-          if (ctx.measureText(name).width + 6 * ratio < end - start) ctx.fillText(name, start + 3 * ratio, bbox.top - 4 * ratio);
+          const name = names.find((each) => ctx.measureText(each).width + 6 * ratio < end - start) ?? "";
+          ctx.fillText(name, start + 3 * ratio, bbox.top - 4 * ratio);
           stroke([start, bbox.top - 4 * ratio], [start, bbox.top + bbox.height]);
         }
       });
@@ -156,16 +157,17 @@
 
   function follow(live) {
     const [status, since, button] = live.children;
-    let tag = "", isFollowing = true;
+    let tag = "", isFollowing = true, isAsking = false;
     const set = (follows, state, label) => {
       isFollowing = follows;
       if (status.textContent !== state) [status.textContent, button.textContent] = [state, label];
     };
     button.addEventListener("click", () => isFollowing ? set(false, "Paused", "Continue") : (set(true, "Live", "Pause"), ask()));
     async function ask() {
-      if (!isFollowing || document.hidden) return;
+      if (!isFollowing || document.hidden || isAsking) return;  // an answer that is slow is not overtaken
+      isAsking = true;
       try {
-        const answer = await fetch(location.href, { cache: "no-store", headers: tag ? { "If-None-Match": tag } : {} });
+        const answer = await fetch(location.href, { cache: "no-store", signal: AbortSignal.timeout(30_000), headers: tag ? { "If-None-Match": tag } : {} });
         if (answer.status === 200) {
           const page = new DOMParser().parseFromString(await answer.text(), "text/html");
           if (!isFollowing) return;
@@ -176,7 +178,9 @@
           since.textContent = `· ${new Date().toLocaleTimeString()}`;
         } else if (answer.status !== 304) throw new Error(answer.status);
       } catch {
-        set(false, "Ended, or out of reach", "Try again");
+        if (isFollowing) set(false, "Ended, or out of reach", "Try again");
+      } finally {
+        isAsking = false;
       }
     }
     setInterval(ask, 2000);

@@ -27,7 +27,8 @@ from brimful.results import (
     median_step_seconds,
 )
 from brimful.settings import Action, UnitAction
-from brimful.trace import Category, Trace
+from brimful.trace import Category, Phase, Trace
+from brimful.trace.modules import shown_module
 from brimful.utils.quantities import format_bytes, format_seconds
 
 _LEAST_SHARE = 0.001
@@ -152,12 +153,13 @@ def _compared_so_far(plan: Plan, steps: Sequence[StepRecord], epochs: Sequence[E
     def highest(name: str) -> int | None:
         return max((size for each in epochs if (size := getattr(each, name)) is not None), default=None)
 
+    average_bytes = max((each.average_bytes for each in epochs), default=0)
     found = MeasuredSoFar(
-        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
+        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes + average_bytes,
         measured_peak_allocated_bytes=highest("measured_peak_allocated_bytes"),
-        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
+        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes + average_bytes,
         measured_peak_reserved_bytes=highest("measured_peak_reserved_bytes"),
-        predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
+        predicted_peak_device_bytes=plan.predicted_peak_device_bytes + average_bytes,
         measured_peak_device_bytes=highest("measured_peak_device_bytes"),
         predicted_step_seconds=plan.predicted_step_seconds,
         measured_step_seconds=median_step_seconds(steps, plan.settings.global_batch_size),
@@ -301,13 +303,13 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
     highest = timeline[peak]
     columns = zip(Category, zip(*(each.held_bytes for each in timeline), strict=True), strict=True)
     held = [(category, column) for category, column in columns if any(column)]
-    where = ", ".join(filter(None, (highest.module, highest.op, highest.line)))
+    where = peak_place(highest.phase, highest.module, highest.op, highest.line)
     line = "" if limit is None else f"; {limit.label}: {format_bytes(limit.size_bytes)}"
     return Chart(
         title="Memory in tensors by category",
         summary=(
-            f"Peak {format_bytes(highest.allocated_bytes)} in {highest.phase}, step {highest.step + 1}"
-            f"{f' ({where})' if where else ''}, marked; each point is the highest of its part of "
+            f"Peak {format_bytes(highest.allocated_bytes)} in step {highest.step + 1} ({where}), marked; "
+            "each point is the highest of its part of "
             f"{timeline[-1].position + 1} allocations and frees in their order{line}"
         ),
         x_label="allocations and frees",
@@ -326,18 +328,22 @@ def _memory_chart(timeline: Sequence[Moment], limit: _Limit | None) -> Chart:
     )
 
 
-def _bands(timeline: Sequence[Moment]) -> Iterator[tuple[int, str]]:
+_SHORT_PHASES = {Phase.EMBEDDING: "emb", Phase.FORWARD: "fwd", Phase.BACKWARD: "bwd", Phase.OPTIMIZER: "opt"}
+
+
+def _bands(timeline: Sequence[Moment]) -> Iterator[tuple[int, str, str]]:
     at = 0
     for phase, moments in groupby(timeline, key=lambda each: each.phase):
-        yield at, str(phase)
+        yield at, str(phase), _SHORT_PHASES.get(phase, "")
         at += sum(1 for _ in moments)
 
 
 def _details(moment: Moment) -> str:
-    where = ", ".join(filter(None, (str(moment.phase), _short(moment.module or ""), moment.op, moment.line)))
+    where = peak_place(moment.phase, moment.module and _short(moment.module), moment.op, moment.line)
     blocks = (
         f"{format_bytes(each.held_bytes)} {each.category.replace('_', ' ')}: {_short(each.label)}"
-        f"{f' in {_short(each.module)}' if each.module else ''}{f' ({each.line})' if each.line else ''}"
+        f"{f' in {_short(shown_module(each.module))}' if each.module else ''}"
+        f"{f' ({each.line})' if each.line else ''}"
         for each in moment.largest
     )
     return "\n".join((f"step {moment.step + 1}, {where}", *blocks))

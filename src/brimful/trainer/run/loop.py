@@ -197,6 +197,7 @@ class Run:
             measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
             measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
             measured_peak_device_bytes=None if peak is None else peak.device_bytes,
+            average_bytes=0 if self._state.average is None else self._state.average.held_bytes,
         )
         self._logger.add_epoch(record)
         self._call("on_epoch", record)
