@@ -304,6 +304,19 @@ def test_a_gpu_needs_neither_cuda_nor_triton(compiled_for_gpu: Trace, compiled: 
     assert norm.read_bytes == samples + weights + row_sums  # which it updates in place
 
 
+class WithLoss(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(x), x.new_zeros(len(x), dtype=torch.long))
+
+
+def test_a_model_with_its_loss_inside_is_compiled_under_autocast() -> None:
+    """Cross entropy, which CUDA's autocast lists and the CPU's does not, runs under the Python dispatcher."""
+    job = bf.Job(model=WithLoss(8, 8), loss=lambda model, x: model(x), batch=torch.randn(8, 8), optimizer="sgd")
+    trace = on_gpu(job, settings_of(compile=Compile.MODEL, precision=Precision.BF16))
+    assert not trace.uncertain_ops
+    assert any(op.compiled for op in trace.ops)
+
+
 def test_compiled_ops_cost_a_launch_and_no_python(compiled_for_gpu: Trace) -> None:
     roofline = Roofline(A100, Precision.FP32)
     for op in compiled_for_gpu.ops:
