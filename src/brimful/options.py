@@ -111,6 +111,10 @@ class PlanOptions:
     """Layout of 4-d and 5-d parameters and inputs: channels_last, contiguous, preserve (as model and batch
     are), or auto: the faster by prediction, where the model has 2-d or 3-d convolutions. Default: auto for the
     images recipe, else preserve."""
+    compile: str = "none"
+    """What torch.compile compiles: none, units (blocks that are kept), model, or auto: units, where that is
+    faster by prediction. Fused kernels round otherwise, and dropout draws other numbers. Not with several
+    ranks."""
     parallelism: str = "auto"
     """Several ranks: ddp replicates the model on each rank, fsdp2 shards it, auto takes the faster; zero1,
     zero2 and zero3 are DeepSpeed's."""
@@ -161,6 +165,7 @@ class PlanKeywords(TypedDict, total=False):
     prefetch_inputs: bool
     own_checkpointing: str
     memory_format: MemoryFormatLike | None
+    compile: str | Compile
     parallelism: str | Parallelism
     reshard_after_forward: bool | None
     param_dtype: str | None
@@ -290,6 +295,15 @@ def parse_implementation(name: str | OptimizerImplementation | None) -> Optimize
 def parse_compile(name: str | Compile) -> Compile:
     """What is compiled, by name."""
     return _member(Compile, name, "value of compile")
+
+
+def parse_compiles(name: str | Compile) -> tuple[Compile, ...]:
+    """What may be compiled, to choose from."""
+    return (
+        (Compile.NONE, Compile.UNITS)
+        if name == "auto"
+        else (_member(Compile, name, "value of compile", "auto"),)
+    )
 
 
 def parse_parallelisms(name: str, world_size: int) -> tuple[Parallelism, ...]:

@@ -38,6 +38,7 @@ from brimful.planner import SORTS, GpuFit, GpuSurvey, prices_of, survey_gpus, wh
 from brimful.planner.problem.logits import chunked_loss_of
 from brimful.planner.solutions import offloaded_units
 from brimful.prediction import AtSizes, Estimate, Estimator, Extremes, Verdict, estimate_trace
+from brimful.prediction.estimate import COMPILE_NOTE
 from brimful.prediction.growth import growth_notes
 from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import half_weights_notes, uncast_notes
@@ -114,7 +115,7 @@ def estimate(
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
         memory_format: Layout of 4-d and 5-d parameters and inputs: "channels_last" or "contiguous"; "auto"
             takes the faster by prediction, if the model has 2-d or 3-d convolutions; None leaves it as it is.
-        compile: What `torch.compile` compiles, on a CPU: "units", each unit (such as a block) that is kept;
+        compile: What `torch.compile` compiles: "units", each unit (such as a block) that is kept;
             "model", the whole model; or "none".
         budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
             machine instead of what is free now.
@@ -295,7 +296,7 @@ class _Question:
             notes=(
                 *notes,
                 *of_optimizer,
-                *([] if self.settings.compile is Compile.NONE else [_COMPILE_NOTE]),
+                *([] if self.settings.compile is Compile.NONE else [COMPILE_NOTE]),
                 *self.notes,
                 *untrained_notes(trace),
                 *odd_size_notes(trace, device, found.step_time),
@@ -483,12 +484,6 @@ _USUAL_SAMPLES = 32
 _SIZE_NOTE = (
     "The micro-batch is 1 sample, as no size is given: micro_batch_size=… (--micro-batch-size). "
     'micro_batch_size="largest" (--largest batch) finds the largest that fits.'
-)
-
-
-_COMPILE_NOTE = (
-    "Fused kernels are timed by the bytes that they read and write, at the rate of eager ones. Compiling, in "
-    "the first step, takes seconds to minutes and is not part of the step's time."
 )
 
 

@@ -113,9 +113,12 @@ class CaptureSession:
             part=part,
         )
         self._observers.recorder.carried = self._observers.coupling.carried
+        self._functions = CorrectedFunctions(rules, self._observers.recorder.places)
         self._inductor: CapturedInductor | None = None
         if settings.compile is not Compile.NONE:
-            self._inductor = CapturedInductor(device, mode, self._observers.recorder, self._modules)
+            self._inductor = CapturedInductor(
+                device, mode, self._observers.recorder, self._modules, self._functions
+            )
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""
@@ -176,6 +179,7 @@ class CaptureSession:
         recorder = self._observers.recorder
         with self._holding():
             with self._patched(), self._recording():
+                apply_units(self._model, self._settings, self._inductor)
                 mark_model(self._model, recorder)
                 if recorder.host_is_device:
                     mark_batch(self._batch, recorder)
@@ -266,7 +270,6 @@ class CaptureSession:
     def _recording(self) -> Iterator[CorrectedFunctions]:
         """Put the modes of a capture in force while the context is open."""
         recorder = self._observers.recorder
-        functions = CorrectedFunctions(self._rules, recorder.places)
         if recorder.places.are_two:
             for _, tensor in named_tensors(self._batch):
                 recorder.places.put(tensor, Place.BATCH)
@@ -275,10 +278,10 @@ class CaptureSession:
             self._outside.left_alone(self._model),
             self._mode,
             devices_told(recorder.places) if recorder.places.are_two else nullcontext(),
-            functions,
+            self._functions,
             recorder,
         ):
-            yield functions
+            yield self._functions
         recorder.places.settle()
 
     def _run_steps(self, steps: int, sharded: Sharded | None, written_inputs: frozenset[str]) -> frozenset[str]:

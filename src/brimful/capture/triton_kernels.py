@@ -78,5 +78,5 @@ def kernel_op(namespace: str, name: str, arguments: str) -> Any:
 _libraries: dict[str, torch.library.Library] = {}
 
 
-def _nothing(*tensors: list[Tensor]) -> None:
-    del tensors
+def _nothing(*arguments: list[Tensor] | int | None) -> None:
+    del arguments

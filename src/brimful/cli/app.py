@@ -158,7 +158,7 @@ def estimate(
     memory_format: MemoryFormatName = None,
     compile: Annotated[
         str,
-        typer.Option("--compile", help="What torch.compile compiles, on a CPU: none, units (blocks) or model."),
+        typer.Option("--compile", help="What torch.compile compiles: none, units (blocks) or model."),
     ] = "none",
     budget: Annotated[
         str | None,

@@ -115,6 +115,10 @@ class Roofline:
         if op.on_host:
             moved_bytes = op.read_bytes + op.written_bytes
             return self._device.launch_seconds + moved_bytes * self._host_seconds_per_byte
+        if op.compiled and self._gpu is not None and not (op.read_bytes or op.written_bytes):
+            return 0.0  # memory that C++ takes from the allocator
+        if op.compiled:
+            return self._device.launch_seconds
         if op.module in self._native_loops:
             return max(self._device.dispatch.native_loop_seconds, self._device.launch_seconds)
         phase = Phase.FORWARD if op.recomputed or op.phase is Phase.EMBEDDING else op.phase

@@ -225,8 +225,8 @@ def gradient_bytes(trace: Trace) -> int:
 
 
 _KIND = attrgetter(
-    "name", "dtype", "phase", "recomputed", "on_host", "flops", "read_bytes", "written_bytes", "weight_bytes",
-    "extents",
+    "name", "dtype", "phase", "recomputed", "on_host", "compiled", "flops", "read_bytes", "written_bytes",
+    "weight_bytes", "extents",
 )  # fmt: skip
 """What decides an op's time on a device, but for the module in which a loop in C++ may run it."""
 

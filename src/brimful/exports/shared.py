@@ -9,7 +9,7 @@ from typing import Any
 
 from brimful.errors import UsageError
 from brimful.exports.records import ExportSource, ExportTool
-from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Settings
+from brimful.settings import Action, Compile, MemoryFormat, OptimizerImplementation, Settings
 
 _PLAIN: Mapping[str, Any] = {
     "units": (),
@@ -120,6 +120,10 @@ def model_remarks(settings: Settings) -> Iterator[str]:
     if settings.memory_format is not None:
         named = "channels_last" if settings.memory_format is MemoryFormat.CHANNELS_LAST else "contiguous_format"
         yield f"Call model.to(memory_format=torch.{named}), and the same on images."
+    if settings.compile is Compile.UNITS:
+        yield "Compile each unit that the plan keeps: model.get_submodule(name).compile(dynamic=False)."
+    elif settings.compile is Compile.MODEL:
+        yield "Call model.compile(dynamic=False)."
     if not settings.own_checkpointing:
         yield "Turn off the model's own activation checkpointing, such as by gradient_checkpointing_disable()."
 

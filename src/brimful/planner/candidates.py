@@ -21,7 +21,7 @@ from brimful.planner.problem.logits import chunked_loss_of
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES
 from brimful.prediction.estimator import ROUGH_SIZES, Capture
-from brimful.settings import Parallelism, Settings
+from brimful.settings import Compile, Parallelism, Settings
 from brimful.trace import Category, Trace
 from brimful.utils.quantities import format_bytes
 
@@ -58,6 +58,30 @@ class SearchSpace:
         if is_done or not self._request.may_offload_optimizer:
             return []
         return self._with_offloaded_optimizer(candidates)
+
+    def compiled(self, like: Settings) -> list[Candidate]:
+        """Candidates that compile what is permitted, like a choice that does not: its micro-batch and the next.
+
+        What Inductor makes of a step is not affine in the micro-batch, as reductions are split by their size.
+        So each size is captured by itself: that of the choice, and the next larger one, as compiled code saves
+        less for backward.
+        """
+        size = like.micro_batch_size
+        larger = [each for each in self._sizes if each > size][-1:]
+        found: list[Candidate] = []
+        for compiles in self._request.compiles:
+            if compiles is Compile.NONE:
+                continue
+            try:
+                base = replace(like, units=(), expandable_segments=False, compile=compiles)
+                for each in (size, *larger):
+                    family = CandidateFamily(self._capture, self._request, base, (each,), self._notes)
+                    found += [Candidate(one, self._capture, self._notes) for one in family.of_all_sizes()]
+            except (CaptureError, UsageError) as error:
+                if Compile.NONE not in self._request.compiles:
+                    raise
+                self._notes.append(f"Compiling is not considered: {error}")
+        return found + [each.with_expandable_segments() for each in found if like.expandable_segments]
 
     def _is_limited_by_memory(self, candidates: Sequence[Candidate]) -> bool:
         """Whether taking less memory could make the best plan faster, or there is no plan.

@@ -18,7 +18,7 @@ from brimful.planner.problem.build import build_problem
 from brimful.planner.request import Request
 from brimful.planner.solutions import Solutions, peak_allocated_bytes, uniform_actions
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
-from brimful.settings import Action, Settings, has_input_ops
+from brimful.settings import Action, Compile, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
 from brimful.trace.units import (
@@ -79,10 +79,12 @@ class CandidateFamily:
 
     def _of_size(self, micro_batch_size: int) -> list[Solutions]:
         settings = self._base.with_micro_batch_size(micro_batch_size)
-        kept = self._trace(settings)
+        kept = eager = self._trace(replace(settings, compile=Compile.NONE))  # as what is recomputed runs
         if self._divisions is None:
-            self._divisions = self._unit_divisions(kept, settings)
-        traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
+            self._divisions = self._unit_divisions(eager, eager.settings)
+        traces = [self._all_recomputed(eager.settings, units) if units else eager for units in self._divisions]
+        if settings.compile is not Compile.NONE:
+            kept = self._compiled(settings, self._divisions[0])
         return [
             Solutions(
                 settings=settings,
@@ -95,6 +97,7 @@ class CandidateFamily:
                     self._request.device,
                     micro_batches=kept.captured_micro_batches,
                     host_bytes=self._host_bytes(settings, kept),
+                    eager=eager,
                     priced_by=traces[0],  # one for all divisions, or their host times would seem to differ
                 ),
                 kept=kept,
@@ -104,9 +107,13 @@ class CandidateFamily:
             for units, recomputed in zip(self._divisions, traces, strict=True)
         ]
 
+    def _compiled(self, settings: Settings, units: tuple[str, ...]) -> Trace:
+        """The step with the model compiled, or all of its units, which are kept."""
+        return self._trace(replace(settings, units=uniform_actions(units, Action.KEEP)))
+
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
-        """Host memory for offloaded units; offloading is not tried if ranks shard the model."""
-        if settings.divides_state:
+        """Host memory for offloaded units; offloading is not tried if ranks shard the model, or compiled."""
+        if settings.divides_state or settings.compile is not Compile.NONE:
             return 0
         of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes
         return max(self._request.offload_host_bytes - of_optimizer, 0)
@@ -120,7 +127,8 @@ class CandidateFamily:
         What the allocator reserves for each, only replays show.
         """
         units = self._find_units(kept)
-        if not units or self._request.recompute is not None or not self._divides_units:
+        is_whole = not self._divides_units or self._base.compile is not Compile.NONE
+        if not units or self._request.recompute is not None or is_whole:
             return (units,)
         divided = self._finer(units, kept, settings)
         joined = self._joined(kept, units)
@@ -190,7 +198,7 @@ class CandidateFamily:
 
     def _find_units(self, kept: Trace) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""
-        units = find_units(kept)
+        units = () if self._base.compile is Compile.MODEL else find_units(kept)
         if not units:
             return ()
         tried = [kept.settings]

@@ -14,6 +14,7 @@ from brimful.errors import UsageError
 from brimful.options import (
     PlanOptions,
     keeps_own_checkpointing,
+    parse_compiles,
     parse_memory_formats,
     parse_parallelisms,
     parse_precision,
@@ -22,6 +23,7 @@ from brimful.options import (
 )
 from brimful.settings import (
     Action,
+    Compile,
     MemoryFormat,
     OptimizerImplementation,
     Parallelism,
@@ -89,8 +91,10 @@ class Request:
                 f"max_exceedance is {self.asked.max_exceedance!r}; a probability is above 0 and at most 1. "
                 "0.01 is 1 %."
             )
-        prefers_simplest(self.asked.effort)  # these three raise if a name is unknown, or names contradict
+        prefers_simplest(self.asked.effort)  # these raise if a name is unknown, or names contradict
         parse_recompute(self.asked.recompute)
+        if Compile.NONE not in self.compiles:
+            replace(self.baseline_settings(), compile=self.compiles[0])
         self.bases()
 
     def _check_division(self) -> None:
@@ -131,6 +135,11 @@ class Request:
     def memory_formats(self) -> tuple[MemoryFormat | None, ...]:
         """Permitted memory formats, of which None leaves the layout as it is, as the baseline does."""
         return parse_memory_formats(self.asked.memory_format)
+
+    @property
+    def compiles(self) -> tuple[Compile, ...]:
+        """What `torch.compile` may compile; `bases` compile nothing."""
+        return parse_compiles(self.asked.compile)
 
     @property
     def recompute(self) -> Action | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from brimful.cost import model_flops
+from brimful.cost import least_distinguished_seconds, model_flops
 from brimful.errors import CaptureError
 from brimful.planner.candidate import Candidate, planned_trace
 from brimful.planner.candidates import SearchSpace
@@ -35,7 +35,7 @@ from brimful.planner.request import Request
 from brimful.planner.simplest import simplest_first
 from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
-from brimful.settings import Settings
+from brimful.settings import Compile, Settings
 from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 from brimful.trace.modules import shown_module
@@ -69,6 +69,8 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
     if not found:
         candidates += space.with_optimizer_on_host(candidates)
         found = _safest(candidates, request)
+    if request.compiles != (Compile.NONE,):
+        candidates, found = _with_compiled(space, candidates, found, request)
     if found:
         notes += what_safety_costs(found[0], candidates, request)
     else:
@@ -88,6 +90,25 @@ def search(capture: Capture, request: Request, job_changes: JobChanges | None = 
         unlimited=baseline,
     )
     return replace(plan, suggestions=suggested, notes=(*plan.notes, *skipped))
+
+
+def _with_compiled(
+    space: SearchSpace, candidates: list[Candidate], found: list[Estimate], request: Request
+) -> tuple[list[Candidate], list[Estimate]]:
+    """Candidates and choices with those that compile, which come first where they are faster or asked for."""
+    smallest = min(candidates, key=lambda each: each.solutions.smallest_nested_peak_bytes)
+    compiled = space.compiled(found[0].settings if found else smallest.settings)
+    faster = _safest(compiled, request) if compiled else []
+    if Compile.NONE not in request.compiles:
+        return (candidates + compiled, faster + found) if faster else (compiled, [])
+    if found and faster:
+        seconds = found[0].predicted_step_seconds
+        least_gain = least_distinguished_seconds(seconds) if request.prefers_simplest else 0.0
+        gains = seconds - faster[0].predicted_step_seconds > least_gain
+        permitted = max(exceedance_of(found[0], request), request.asked.max_exceedance)
+        if not gains or exceedance_of(faster[0], request) > permitted:
+            return candidates, found
+    return candidates + compiled, faster + found
 
 
 def least_step(capture: Capture, request: Request) -> Estimate:

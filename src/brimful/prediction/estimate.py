@@ -46,6 +46,13 @@ COMPILED_FRACTION = 0.2
 end of the interval: above the largest seen, 13 %, of a ResNet compiled block by block. The compiler makes new
 tensors for in-place ops, and saves masks of ReLUs too (torch 2.13's inductor on a CPU, eight models)."""
 
+COMPILE_NOTE = (
+    "torch.compile fuses kernels: they round otherwise in the last digits, dropout draws other numbers, and "
+    "they are timed by the bytes that they read and write. Compiling takes seconds to minutes of the first "
+    "step, which the step's time leaves aside."
+)
+"""Note of what is predicted for compiled steps."""
+
 NO_LIMIT_BYTES = 1 << 62
 """Capacity for estimates of plans: a plan must fit without the allocator releasing its cache, which would stall
 every step. The reserved bytes are then compared with the budget."""
@@ -398,7 +405,10 @@ def _interval(
     """The least and the most on the device; on a CPU, the prediction with the least and most of kernels."""
     most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)
     least = memory.peak_reserved_bytes
-    if trace.compiled_lines:
+    is_lowered_for_cpu = device.kind == "cuda" and any(
+        op.compiled and op.name.startswith("inductor_kernels.cpp_") for op in trace.ops
+    )
+    if trace.compiled_lines or is_lowered_for_cpu:
         least = min(least, least_allocated_bytes(trace))
         most += _more_if_compiled(trace, memory)
     if device.kind == "cpu":

@@ -14,8 +14,8 @@ _HEADING = ("", "today", "article's", "published", "error", "samples/s", "publis
 _LINE = "  {:<41}{:>10}{:>10}{:>10}{:>7}{:>10}{:>10}{:>7}"
 _FIGURE_HEADING = ("", "", "predicted", "published", "")
 _FIGURE_LINE = "  {:<41}{:<22}{:>10}{:>10}  {}"
-_SMALL_HEADING = ("", "peak", "time", "loss", "accuracy", "published")
-_SMALL_LINE = "  {:<41}{:>10}{:>8}{:>14}{:>10}{:>11}"
+_SMALL_HEADING = ("", "peak", "time", "a step", "loss", "accuracy", "published")
+_SMALL_LINE = "  {:<41}{:>10}{:>8}{:>9}{:>14}{:>10}{:>11}"
 
 
 def study_report(study: StudyResult) -> Report:
@@ -64,6 +64,7 @@ def _parts(study: StudyResult) -> Iterator[Part]:
     else:
         yield Remark("", "--measure trains the small scale of each row on the CPU.")
     yield from (Remark(row.label, row.why_not) for row in study.rows if row.why_not)
+    yield from (Remark(f"uncertain, {row.label}", text) for row in study.rows for text in row.uncertain)
     if any(row.as_published for row in study.rows):
         yield Remark(
             "article's", "a loop as its software ran it; speed and errors are of that where it is given"
@@ -120,6 +121,7 @@ def _small_cells(row: StudyRow) -> tuple[str, ...]:
         row.label,
         "–" if peak_bytes is None else format_bytes(peak_bytes),
         format_seconds(small.seconds),
+        "–" if small.median_step_seconds is None else format_seconds(small.median_step_seconds),
         f"{small.first_training_loss:.2f} → {small.validation_loss:.2f}",
         f"{small.accuracy:.1%}",
         "–" if accuracy is None else f"{accuracy:.2%}",

@@ -48,6 +48,7 @@ class SmallRun:
     measured_peak_allocated_bytes: int | None
     seconds: float
     """Of training, validation included."""
+    median_step_seconds: float | None
     first_training_loss: float
     validation_loss: float
     """After training."""
@@ -74,6 +75,8 @@ class StudyRow:
     figures: tuple[StudyFigure, ...] = ()
     small: SmallRun | None = None
     """None unless it was asked for."""
+    uncertain: tuple[str, ...] = ()
+    """What the prediction of `today` does not know, as estimates say it."""
     why_not: str = ""
     """Why it could not be predicted or run."""
 

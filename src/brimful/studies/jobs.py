@@ -405,8 +405,8 @@ def _text_accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tens
     return {"accuracy": (guessed == batch["labels"]).float().mean()}
 
 
-def topics_job(layers: int = 2) -> Job:
-    """A small BERT that says which help topic 32 words are from."""
+def topics_job(layers: int = 2, **compilation: Any) -> Job:
+    """A small BERT that says which help topic 32 words are from; `compilation` is for `nn.Module.compile`."""
 
     def build() -> nn.Module:
         from transformers import BertConfig, BertForSequenceClassification
@@ -420,6 +420,9 @@ def topics_job(layers: int = 2) -> Job:
             num_labels=_TOPICS,
         )
         model: nn.Module = BertForSequenceClassification(config)
+        if compilation:
+            torch.compiler.reset()  # else code of other backends counts towards torch's limit of recompilations
+            model.compile(**compilation)
         return model
 
     return Job(

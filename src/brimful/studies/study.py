@@ -28,6 +28,7 @@ from brimful.results import (
     StudyPrediction,
     StudyResult,
     StudyRow,
+    median_step_seconds,
 )
 from brimful.settings import Parallelism
 from brimful.studies.published_loops import Recipe, job_as_published
@@ -127,7 +128,7 @@ def _row(case: Case, study: Study, given: Device | None, *, runs_small: bool) ->
         if case.job is not None:
             report(f"predicting {case.label}")
             predicted = estimate(case.job(), given or find_device(name), suggest=False, **case.options)
-            found["today"] = _prediction(predicted)
+            found |= {"today": _prediction(predicted), "uncertain": predicted.uncertain}
         if case.as_published is not None and is_as_published:
             report(f"predicting {case.label} as published")
             device = study.find_published_device(name)
@@ -214,6 +215,7 @@ def _trained(
     return SmallRun(
         measured_peak_allocated_bytes=result.measured_peak_allocated_bytes,
         seconds=seconds,
+        median_step_seconds=median_step_seconds(result.steps, result.steps[0].samples),
         first_training_loss=result.steps[0].loss,
         validation_loss=result.validations[-1].loss,
         accuracy=result.validations[-1].metrics["accuracy"],

@@ -70,12 +70,33 @@ def originals_in_place() -> Iterator[None]:
             if each.is_here and each.is_on_top:
                 each.restore()
                 lifted.append(each)
+    _lifted.append(lifted)
+    try:
+        yield
+    finally:
+        _lifted.remove(lifted)
+        with _lock:
+            for each in reversed(lifted):
+                each.put_in_place()
+
+
+_lifted: list[list[_ByThread]] = []
+"""What each `originals_in_place` that is open has put back, of all threads."""
+
+
+@contextmanager
+def stand_ins_in_place() -> Iterator[None]:
+    """Put the stand-ins that this thread's `originals_in_place` put back in place while the context is open."""
+    lifted = next((each for each in reversed(_lifted) if each and each[0].is_here), [])
+    with _lock:
+        for each in reversed(lifted):
+            each.put_in_place()
     try:
         yield
     finally:
         with _lock:
-            for each in reversed(lifted):
-                each.put_in_place()
+            for each in lifted:
+                each.restore()
 
 
 class _ByThread:

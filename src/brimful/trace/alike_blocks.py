@@ -35,7 +35,7 @@ class _Neighbours:
     def _relative_op(self, index: int, block: int) -> Hashable:
         op = self._trace.ops[index]
         maker = self._relative_index(index - op.made_ops_ago, block) if op.made_ops_ago else None
-        what = (op.name, op.phase, op.recomputed, op.random, op.on_host, op.dtype, op.line)
+        what = (op.name, op.phase, op.recomputed, op.random, op.on_host, op.compiled, op.dtype, op.line)
         work = (op.flops, op.read_bytes, op.written_bytes, op.weight_bytes, op.extents)
         return what, work, self._relative_name(op.module, block), maker
 

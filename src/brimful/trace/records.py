@@ -101,6 +101,8 @@ class Op(Struct, frozen=True, kw_only=True, gc=False):
     overwrites; 0 if no op made it, as for a parameter."""
     on_host: bool = False
     """Whether it runs on the host, in host memory, while the device is a GPU."""
+    compiled: bool = False
+    """Whether code that Inductor made runs it, without Python of modules and autograd around it."""
     extents: tuple[NonNegativeInt, ...] = ()
     """The problem size of the kernel, where it decides its speed; `trace.extents.extents_of` gives names."""
     line: str = ""

@@ -91,7 +91,7 @@ def compiled_calls(
     if settings.compile is Compile.NONE:
         return
     chosen = {"": modules[""]} if settings.compile is Compile.MODEL else dict(_kept(settings, modules))
-    if not chosen:
+    if not chosen and not settings.changed:
         raise UsageError(
             f"compile='units' compiles units that are modules and are kept, and of {len(settings.units)} units "
             'in the settings none is. `bf.estimate(job, "cpu", compile="units").settings` names them; '

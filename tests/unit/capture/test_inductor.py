@@ -11,16 +11,19 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch._dynamo import device_interface
 from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import brimful as bf
-from brimful.capture import capture_step, inductor
+from brimful.capture import capture_step, inductor, inductor_cuda
 from brimful.capture.recording.modules import ModuleCalls
+from brimful.cost.roofline import Roofline
 from brimful.errors import CaptureError, UsageError
 from brimful.memory import predict_memory
-from brimful.settings import Action, Compile, UnitAction
-from brimful.trace import Trace
+from brimful.settings import Action, Compile, Precision, UnitAction
+from brimful.trace import Category, Trace
 from brimful.transforms import apply_units
 from brimful.transforms.compiled import CompiledCall
 from helpers.captured_jobs import A100, CPU
@@ -59,6 +62,22 @@ def tiny(family: str) -> bf.Job:
         return {"input_ids": ids, "labels": ids}
 
     return bf.Job(model=makers[family], loss=lambda model, batch: model(**batch).loss, batch=batch)
+
+
+class Various(nn.Module):
+    """What asks most of a GPU that is not there: channels-last convolutions, attention, a permutation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8)
+        self.attention, self.dropout = nn.MultiheadAttention(32, 2, batch_first=True), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.reshape(-1, 8, 8, 32).contiguous(memory_format=torch.channels_last)
+        images = self.norm(self.conv(images)).relu()
+        rows = images.reshape(x.shape)
+        mixed = self.attention(rows, rows, rows, need_weights=False)[0]
+        return x + self.dropout(mixed)[:, torch.randperm(64)]
 
 
 class Breaks(nn.Module):
@@ -257,9 +276,124 @@ def test_without_a_cpp_compiler_steps_are_predicted_and_not_run(monkeypatch: pyt
             bf.measure(job, settings, "cpu")
 
 
-def test_a_gpu_is_refused_in_words() -> None:
-    with pytest.raises(UsageError, match=r"compile is asked for A100.*for a CPU alone so far"):
-        capture_step(blocks(Block), settings_of("0"), A100)
+def on_gpu(job: bf.Job, settings: bf.Settings) -> Trace:
+    return capture_step(job, settings, A100, steps=1)
+
+
+def saved_bytes(trace: Trace) -> int:
+    return sum(each.size_bytes for each in trace.storages if each.category is Category.SAVED_TENSORS)
+
+
+@pytest.fixture(scope="module")
+def compiled_for_gpu() -> Trace:
+    """Two blocks compiled by themselves."""
+    return on_gpu(blocks(Block, Block), settings_of("0", "1"))
+
+
+def test_a_gpu_needs_neither_cuda_nor_triton(compiled_for_gpu: Trace, compiled: Trace) -> None:
+    """Its kernels are Triton's, and forward saves what it saves on a CPU, where that is measured."""
+    kernels = [op for op in compiled_for_gpu.ops if op.name.startswith("inductor_kernels.")]
+    assert {op.name.split(".")[1].split("_")[0] for op in kernels} == {"triton"}
+    assert saved_bytes(compiled_for_gpu) == saved_bytes(compiled)
+    assert "triton" not in sys.modules
+    assert not torch.cuda.is_available()
+    norm = kernels[0]
+    samples, weights, row_sums = 4 * 8 * 64 * 32, 4 * 2 * 32, 4 * 8 * 64
+    assert norm.name == "inductor_kernels.triton_per_fused_native_layer_norm_0.default"
+    assert norm.written_bytes == samples + 2 * row_sums
+    assert norm.read_bytes == samples + weights + row_sums  # which it updates in place
+
+
+class WithLoss(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(x), x.new_zeros(len(x), dtype=torch.long))
+
+
+def test_a_model_with_its_loss_inside_is_compiled_under_autocast() -> None:
+    """Cross entropy, which CUDA's autocast lists and the CPU's does not, runs under the Python dispatcher."""
+    job = bf.Job(model=WithLoss(8, 8), loss=lambda model, x: model(x), batch=torch.randn(8, 8), optimizer="sgd")
+    trace = on_gpu(job, settings_of(compile=Compile.MODEL, precision=Precision.BF16))
+    assert not trace.uncertain_ops
+    assert any(op.compiled for op in trace.ops)
+
+
+def test_compiled_ops_cost_a_launch_and_no_python(compiled_for_gpu: Trace) -> None:
+    roofline = Roofline(A100, Precision.FP32)
+    for op in compiled_for_gpu.ops:
+        if op.compiled:
+            allocates = op.name == "aten.empty_strided.default"
+            assert roofline.host_seconds(op) == (0.0 if allocates else A100.launch_seconds)
+    assert {op.module for op in compiled_for_gpu.ops if op.compiled} == {"0", "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "get_device_properties",
+        "has_triton",
+        "triton_hash_with_backend",
+        *inductor_cuda._LINES,
+        "_guards",
+        "_interface",
+        "triton_importable",
+        "empty_strided_cuda",
+    ],
+)
+def test_each_patch_for_a_gpu_is_needed(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU: if torch changes, this shows it."""
+    job, settings = blocks(Various, Various), settings_of("0", "1", precision="bf16")
+    right = on_gpu(job, settings)
+    assert not [note for note in right.uncertain_ops if "eagerly" in note]
+    if patch in inductor._ON_FAKES:
+        without = {name: value for name, value in inductor._ON_FAKES.items() if name != patch}
+        monkeypatch.setattr(inductor, "_ON_FAKES", without)
+    elif patch == "triton_importable":
+        monkeypatch.setattr(inductor, patch, nullcontext)
+    elif patch == "_guards":
+        monkeypatch.setattr(inductor_cuda, patch, lambda: None)
+    elif patch == "_interface":
+        monkeypatch.setattr(inductor_cuda, patch, lambda _: device_interface.CudaInterface)
+    else:
+        replaced = inductor_cuda.replaced
+        monkeypatch.setattr(
+            inductor_cuda,
+            "replaced",
+            lambda owner, name, instead: nullcontext() if name == patch else replaced(owner, name, instead),
+        )
+    try:
+        found = on_gpu(job, settings)
+    except CaptureError:
+        return
+    assert (found.ops, found.uncertain_ops) != (right.ops, right.uncertain_ops)
+
+
+def test_convolutions_keep_channels_last_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; without the patch they would be laid out otherwise than the capture's own are."""
+
+    def is_kept(samples: int) -> bool:  # another number, as torch caches results on fakes
+        with inductor_cuda.lowering_for(A100), FakeTensorMode(), torch.no_grad():
+            images = torch.empty_strided(
+                (samples, 3, 8, 8), (192, 1, 24, 3), device="cuda", dtype=torch.bfloat16
+            )
+            weight = torch.empty_strided((16, 3, 3, 3), (27, 9, 3, 1), device="cuda", dtype=torch.bfloat16)
+            found = torch.ops.aten.convolution(images, weight, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 1)
+        return found.is_contiguous(memory_format=torch.channels_last)
+
+    assert is_kept(2)
+    monkeypatch.setattr(inductor_cuda, "_convolution_layout", torch._C._conv_determine_backend_memory_format)
+    assert not is_kept(4)
+
+
+def test_without_a_device_guard_the_cpus_code_is_taken_with_a_wider_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, settings = blocks(Block), settings_of("0")
+    whole = bf.estimate(job, A100, settings=settings)
+    monkeypatch.setattr(inductor_cuda, "_guards", lambda: None)
+    found = bf.estimate(job, A100, settings=settings)
+    assert [note for note in found.uncertain_ops if "as Inductor makes it for a CPU" in note]
+    assert found.predicted_device_interval_bytes[1] > whole.predicted_device_interval_bytes[1]
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

@@ -103,7 +103,7 @@ def test_a_trace_of_an_earlier_release_lacks_columns_and_fields_that_have_defaul
         (lambda d: d["ops"]["columns"].append("cost"), "field `ops.columns`: one is unknown"),
         (lambda d: d["ops"]["columns"].append("name"), "field `ops.columns`: one is unknown, or there twice"),
         (lambda d: d["ops"]["rows"].append([]), r"field `ops.rows\[2\]`: expected `array` of"),
-        (lambda d: d["ops"]["rows"][0].append(1), "field `ops.rows`: expected `array` of at most length 16"),
+        (lambda d: d["ops"]["rows"][0].append(1), "field `ops.rows`: expected `array` of at most length 17"),
         (
             cell("ops", 1, "phase", "middle"),
             r"field `ops.rows\[1\].phase`: invalid enum value 'middle'; expected 'setup' or",

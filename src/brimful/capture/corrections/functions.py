@@ -28,6 +28,8 @@ class CorrectedFunctions(TorchFunctionMode):
         self._stand_ins = {
             function: stand_in for rule in self._rules for function, stand_in in rule.functions().items()
         }
+        self.names = frozenset(self._stand_ins)
+        """The functions that are called otherwise."""
         self._on_backward: Callable[[bool], None] = lambda _begins: None
         self._backward_depth = 0
         """Reentrant checkpointing runs a backward pass inside another."""

@@ -55,6 +55,7 @@ class OpLog:
                 weight_bytes=work.weight_bytes,
                 made_ops_ago=made_ops_ago,
                 on_host=at.is_on_host,
+                compiled=at.is_compiled,
                 extents=work.extents,
                 line=self._line() if work.written_bytes >= self._located_bytes else "",
             )

@@ -21,6 +21,8 @@ class StepPosition:
         self.micro_batch = 0
         self.is_on_host = False
         """Whether the host runs the ops, where the device is another."""
+        self.is_compiled = False
+        """Whether compiled code runs the ops."""
         self._is_updating = False
 
     def enter(self, phase: Phase, micro_batch: int, step: int | None = None) -> None:
@@ -41,6 +43,15 @@ class StepPosition:
             yield
         finally:
             self._is_updating = False
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Let compiled code run the ops while the context is open."""
+        self.is_compiled = True
+        try:
+            yield
+        finally:
+            self.is_compiled = False
 
     @contextmanager
     def on_host(self) -> Iterator[None]:

@@ -34,6 +34,9 @@ _FIRST_IS_NOT_READ = _packets(
 _GATHERS = _packets("embedding index index_select gather")
 """Ops that read of their first argument as much as they return."""
 
+COMPILED_KERNELS = "inductor_kernels"
+"""Namespace of kernels that Inductor made; their last argument is what they move, in bytes, or None."""
+
 Traffic = tuple[int, int]
 """Bytes read and written."""
 
@@ -57,10 +60,14 @@ def traffic_of(
         return written + _bytes_of(inputs[1:]), written
     if packet in _FIRST_IS_NOT_READ:
         return _bytes_of(tensors_in((args[1:], kwargs))), written
+    if func.namespace == COMPILED_KERNELS and args[-1] is not None:
+        return max(args[-1] - written, 0), written
     special = _SPECIAL.get(packet)
     if special is not None:
         return special(written, *args, **kwargs)
-    return _bytes_of({id(tensor): tensor for tensor in inputs}.values()), written
+    read = {id(tensor): tensor for tensor in inputs}
+    read.pop(id(kwargs.get("out")), None)
+    return _bytes_of(read.values()), written
 
 
 def view_bytes(tensor: Tensor) -> int:

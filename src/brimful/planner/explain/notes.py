@@ -15,12 +15,12 @@ from brimful.planner.fastest import by_least_time
 from brimful.planner.headroom import exceedance_of
 from brimful.planner.plan import NOT_SURE
 from brimful.planner.request import Request
-from brimful.prediction.estimate import Estimate
+from brimful.prediction.estimate import COMPILE_NOTE, Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
 from brimful.prediction.odd_sizes import odd_size_notes
 from brimful.prediction.uncast import half_weights_notes, uncast_notes
 from brimful.prediction.untrained import untrained_notes
-from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
+from brimful.settings import Compile, MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
 from brimful.utils.quantities import format_bytes, format_seconds
 
@@ -57,6 +57,7 @@ def notes_for(
             f"The optimizer is {best.settings.optimizer}, which you allowed: it computes other updates than "
             "the job's."
         )
+    yield from _what_compiling_gives(found)
     yield from _what_the_host_gives(best, request)
     yield from _where_the_optimizer_returns(best, request, candidates)
     yield from _what_the_model_recomputes(best, baseline)
@@ -74,6 +75,21 @@ def notes_for(
     yield from half_weights_notes(planned)
     yield from (f"{NOT_SURE}{uncertain}." for uncertain in best.uncertain)
     yield from _what_it_may_take(best, request, candidates)
+
+
+def _what_compiling_gives(found: Sequence[Estimate]) -> Iterator[str]:
+    best = found[0]
+    if best.settings.compile is Compile.NONE:
+        return
+    eager = next((each for each in found if each.settings.compile is Compile.NONE), None)
+    gain = ""
+    if eager is not None:
+        more = eager.predicted_peak_device_bytes - best.predicted_peak_device_bytes
+        gain = (
+            f" The fastest step that compiles nothing takes {format_seconds(eager.predicted_step_seconds)} and "
+            f"{format_bytes(abs(more))} {'more' if more >= 0 else 'less'}."
+        )
+    yield f"{COMPILE_NOTE}{gain}"
 
 
 def about_device_and_job(settings: Settings, baseline: Trace, request: Request) -> Iterator[str]:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from brimful.cost import RecomputePrices
+from brimful.cost import RecomputePrices, step_seconds
 from brimful.devices import Device
 from brimful.planner.problem.offloading import offload_options
 from brimful.planner.problem.savable_ops import UnitOps, unit_ops
@@ -96,6 +96,7 @@ def build_problem(
     *,
     micro_batches: int,
     host_bytes: int = 0,
+    eager: Trace | None = None,
     priced_by: Trace | None = None,
 ) -> PlanningProblem:
     """The problem of choosing between keeping, recomputing, saving some, and offloading of each unit.
@@ -108,6 +109,8 @@ def build_problem(
         micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
         host_bytes: Pinned host memory permitted for what is offloaded. Where it is too little for all units,
             the first ones may be: theirs is away the longest.
+        eager: Where `kept` is compiled, the same step as it runs eagerly, which is how recomputed units run;
+            None takes `kept`.
         priced_by: A capture that recomputes other units of the same step, all of them, by which recomputation
             is priced; None takes `recomputed`.
 
@@ -117,12 +120,14 @@ def build_problem(
     k = SteadyStep.of(kept, units, micro_batches)
     r = SteadyStep.of(recomputed, units, micro_batches)
     bytes_ = _Bytes.of(k, r)
-    prices = RecomputePrices(kept, priced_by or recomputed, device)
+    eager = eager or kept
+    prices = RecomputePrices(eager, priced_by or recomputed, device)
+    eager_seconds = _seconds_of_running_eagerly(eager, kept, device) / max(len(units), 1)
     offloads = offload_options(k, r, kept, prices, device, host_bytes)
     all_ops = unit_ops(recomputed, units, micro_batches=micro_batches, seconds=prices.op_seconds)
     by_unit = []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
-        choices = _without_offload(i, fqn, ops, bytes_, prices)
+        choices = _without_offload(i, fqn, ops, bytes_, prices, eager_seconds)
         if offloads is not None:
             choices = [(offloads.beside_copies(i, option), action) for option, action in choices]
             if not has_input_ops(fqn):  # what it is given does not leave
@@ -180,17 +185,28 @@ class _Bytes:
         return self.recomputed.events[positions], self.recomputed_levels[positions]
 
 
-def _without_offload(i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: RecomputePrices) -> _Choices:
+def _seconds_of_running_eagerly(eager: Trace, kept: Trace, device: Device) -> float:
+    """Seconds by which a micro-batch takes longer if no unit is compiled; 0 where none is."""
+    if eager is kept:
+        return 0.0
+    more = step_seconds(eager, device).total_seconds - step_seconds(kept, device).total_seconds
+    return max(more, 0.0) / kept.settings.gradient_accumulation_steps
+
+
+def _without_offload(
+    i: int, fqn: str, ops: UnitOps, bytes_: _Bytes, prices: RecomputePrices, eager_seconds: float
+) -> _Choices:
     """Keep unit i, recompute it, or recompute it but for some ops, where no other option is better.
 
-    At the end of a recomputed unit's backward there is at least what an earlier kept unit holds.
+    What is not kept is not compiled either, which takes `eager_seconds`. At the end of a recomputed unit's
+    backward there is at least what an earlier kept unit holds.
     """
     (events, levels), least_bytes = bytes_.inside(i), int(bytes_.kept_backward_peaks[i])
     keep = Option(retained_bytes=int(bytes_.retained[i]), peak_bytes=int(bytes_.kept_peaks[i]), seconds=0.0)
     recompute = Option(
         retained_bytes=int(bytes_.stored[i]),
         peak_bytes=max(int(levels.max(initial=0)), least_bytes),
-        seconds=ops.recompute_seconds + prices.region_seconds(),
+        seconds=ops.recompute_seconds + prices.region_seconds() + eager_seconds,
     )
     choices = [
         (keep, UnitAction(fqn=fqn, action=Action.KEEP)),

@@ -19,7 +19,7 @@ from brimful.planner import Plan, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
 from brimful.requests import job_traits
-from brimful.settings import Settings
+from brimful.settings import Compile, Settings
 from brimful.trace import Trace, per_rank_trace
 
 FALLBACK_FRACTION = 0.9
@@ -101,6 +101,7 @@ class MemoryFallback:
                 prefetch_inputs=settings.prefetch_inputs,
                 own_checkpointing="keep" if settings.own_checkpointing else "off",
                 memory_format=str(settings.memory_format or "preserve"),
+                compile=str(Compile.UNITS if settings.compile is Compile.MODEL else settings.compile),
                 parallelism=str(settings.parallelism),
                 param_dtype=settings.param_dtype,
                 offload_parameters=settings.offload_parameters,

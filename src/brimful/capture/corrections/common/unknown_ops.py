@@ -57,7 +57,11 @@ _NOT_MODELLED = frozenset(
 """Aten ops that on CUDA ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
 
 
-_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_MATMULS = frozenset(
+    getattr(packet, overload)
+    for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+    for overload in ("default", "out")
+)
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 _DIMS_OF_IMAGES = 4
 _NOT_MODELLED_ON_CPU = _MATMULS | _CONVOLUTIONS | {aten.linalg_matrix_exp.default}

@@ -120,7 +120,9 @@ def _run(op: Any, of_cuda: Any, is_listed: bool, keys: Any, *args: Any, **kwargs
     if rule is None and is_listed:
         with torch._C._ExcludeDispatchKeyGuard(_KEY):
             return op(*map(_float32, args), **kwargs)
-    return op.redispatch(keys.remove(torch._C.DispatchKey.AutocastCPU), *args, **kwargs)
+    # The Python dispatcher, which the compiler enables, would find this kernel once more.
+    rest = keys.remove(torch._C.DispatchKey.AutocastCPU).remove(torch._C.DispatchKey.PythonDispatcher)
+    return op.redispatch(rest, *args, **kwargs)
 
 
 def _float32(value: Any) -> Any:

@@ -15,13 +15,13 @@ aten = torch.ops.aten
 
 _MATMULS = frozenset(
     {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.mv.default,
-        aten.addmv.default,
-        aten.dot.default,
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten.mv,
+        aten.addmv,
+        aten.dot,
     }
 )
 
@@ -44,7 +44,7 @@ class CublasWorkspace(Rule):
 
     def watches_op(self, func: Any) -> bool:
         """Whether an op is a matmul."""
-        return func in _MATMULS
+        return func.overloadpacket in _MATMULS
 
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Allocate the thread's workspace before its first matmul."""

@@ -27,10 +27,10 @@ _WANT_CONTIGUOUS = frozenset(
 """Ops that want contiguous operands. Source: torch aten/src/ATen/native/cuda/SoftMax.cu and
 layer_norm_kernel.cu, `.contiguous()` on entry."""
 _MATMULS = {
-    aten.mm.default: (0, 1),
-    aten.addmm.default: (1, 2),
-    aten.bmm.default: (0, 1),
-    aten.baddbmm.default: (1, 2),
+    aten.mm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.bmm: (0, 1),
+    aten.baddbmm: (1, 2),
 }
 """Positions of the two matrices among the arguments."""
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
@@ -52,7 +52,7 @@ class HiddenCopies(Rule):
 
     def watches_op(self, func: Any) -> bool:
         """Whether an op may copy its operands."""
-        return func in _WANT_CONTIGUOUS or func in _MATMULS or func in _CONVOLUTIONS
+        return func in _WANT_CONTIGUOUS or func.overloadpacket in _MATMULS or func in _CONVOLUTIONS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the copies, each its own block."""
@@ -64,8 +64,9 @@ def _copies(func: Any, args: tuple[Any, ...]) -> list[int]:
     """Bytes of each copy that an op makes of an operand."""
     if func in _WANT_CONTIGUOUS:
         return [t.nbytes for t in args if isinstance(t, Tensor) and not t.is_contiguous()]
-    if func in _MATMULS:
-        return [args[place].nbytes for place in _MATMULS[func] if not _is_row_or_column_major(args[place])]
+    if func.overloadpacket in _MATMULS:
+        matrices = (args[place] for place in _MATMULS[func.overloadpacket])
+        return [each.nbytes for each in matrices if not _is_row_or_column_major(each)]
     if func is aten.convolution.default:
         return _layout_copies(args[:2], of_layout=args[:2])
     if func is aten.convolution_backward.default:
