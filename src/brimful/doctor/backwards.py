@@ -84,6 +84,7 @@ class Backwards:
     def _note(self, losses: list[Any], *, retains_graph: bool) -> None:
         ops, line = self._ops, calling_line()
         leaves, nodes = reached_from(losses)
+        ops.mark_saved(each for each in losses if isinstance(each, Tensor))
         is_in_checkpoint = torch._C._current_autograd_node() is not None
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves, nodes)

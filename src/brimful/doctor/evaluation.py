@@ -15,6 +15,7 @@ from itertools import pairwise
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -71,13 +72,24 @@ class HeldResults:
 class CallingLine:
     """A line of code that calls a model with gradients, in one of its modes."""
 
-    found: UnusedGraph
+    line: str
+    saved_bytes: int
+    """Bytes that the graph of its first call saves."""
     trains: bool
     """Whether the model is in training mode."""
     is_used: bool = False
     """Whether backward has run through what a call of it returned."""
+    alive: WeakSet[_Graph] = field(default_factory=WeakSet)
+    """Graphs of its calls that are there, and that no backward has used."""
+    most_alive: int = 1
+    """How many of them there were at once."""
     left: deque[_Call] = field(default_factory=lambda: deque(maxlen=FORWARDS))
     """The last of its calls that no backward has followed until the next one of the model, or the run's end."""
+
+    @property
+    def found(self) -> UnusedGraph:
+        """The line, with what all graphs save that there were at once."""
+        return UnusedGraph(line=self.line, saved_bytes=self.saved_bytes * self.most_alive)
 
     def is_unused(self, backwards: int) -> bool:
         """Whether no backward runs through calls of it, of those that one of all `backwards` has followed.
@@ -89,6 +101,18 @@ class CallingLine:
         return max(calls.values(), default=0) > self.is_used
 
 
+class _Graph:
+    """Stands for the graph of a call, whose last node holds it: it is there as long as that."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def note_backward(self, *_: Any) -> None:
+        """Note that backward runs through it."""
+        self._call.is_used = self._call.line.is_used = True
+        self._call.line.alive.discard(self)
+
+
 @dataclass(slots=True)
 class _Call:
     """A call of a model with gradients."""
@@ -97,10 +121,6 @@ class _Call:
     backwards: int
     """How often backward had run before it."""
     is_used: bool = False
-
-    def note_backward(self, *_: Any) -> None:
-        """Note that backward runs through what it returned."""
-        self.is_used = self.line.is_used = True
 
 
 class FirstEvaluation:
@@ -197,12 +217,15 @@ class FirstEvaluation:
             parameters = list(model.parameters())
             has_graph = any(each.requires_grad for each in parameters)
             size_bytes = saved_bytes(outputs, parameters, self._first_node) if has_graph else 0
-            self._lines[at] = CallingLine(UnusedGraph(line=at[0], saved_bytes=size_bytes), model.training)
+            self._lines[at] = CallingLine(at[0], size_bytes, model.training)
         line = self._lines[at]
-        if line.found.saved_bytes:
+        if line.saved_bytes:
             call = self._last_calls[id(model)] = _Call(line, self._backwards)
+            graph = _Graph(call)
             for node in {grad_fn_of(each) for each in outputs} - {None}:
-                node.register_prehook(call.note_backward)
+                node.register_prehook(graph.note_backward)
+                line.alive.add(graph)
+            line.most_alive = max(line.most_alive, len(line.alive))
 
 
 @dataclass(frozen=True, slots=True)

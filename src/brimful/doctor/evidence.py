@@ -55,7 +55,7 @@ class UnusedGraph:
 
     line: str
     saved_bytes: int
-    """Bytes that it holds when it returns."""
+    """The most bytes that graphs of this line hold at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,10 @@ class Evidence:
     """What watching a run saw, until it ended or was left alone."""
 
     trace: Trace
-    """All ops so far and their memory; setup is what ran before the first training forward."""
+    """All ops so far and their memory; setup is what ran before the first training forward.
+
+    Forwards whose graphs no backward uses are evaluations.
+    """
     steps: tuple[StepEnd, ...]
     """Ends of the recorded optimizer steps."""
     held_in_forward: Mapping[str, Holding] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The dispatch mode of a watched run: ops run as they are, and are recorded with the memory that they make.
 
-Private torch APIs used here: `torch._C._current_autograd_node`,
-`torch.utils._python_dispatch._get_current_dispatch_mode`, `_get_current_dispatch_mode_stack` (checked: torch
-2.13, 2.11).
+Private torch APIs used here: `torch._C._current_autograd_node`, `torch._C._autograd._get_sequence_nr`,
+`Node._sequence_nr`, `torch.utils._python_dispatch._get_current_dispatch_mode`,
+`_get_current_dispatch_mode_stack` (checked: torch 2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -38,6 +38,7 @@ from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
 from brimful.execution.held_memory import size_after
 from brimful.execution.out_of_memory import out_of_memory
+from brimful.torch_utils.graphs import grad_fn_of, saved_by, storage_key
 from brimful.torch_utils.held_names import variable_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
@@ -150,6 +151,9 @@ class WatchedOps(TorchDispatchMode):
         self.on_full: Callable[[], None] = lambda: None
         """Called after each op once no more are to be recorded."""
         self._infos: dict[Any, OpInfo] = {}
+        self.nodes: list[int] = []
+        """For each op, how many autograd nodes there were when it ran, its own included."""
+        self._seen_nodes: set[int] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -166,6 +170,7 @@ class WatchedOps(TorchDispatchMode):
         self.log = OpLog(self.modules, self.position, located_bytes=0)
         self.ledger = StorageLedger(self.log.ops, self.facts)
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
+        self.nodes.clear()
 
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
@@ -206,6 +211,24 @@ class WatchedOps(TorchDispatchMode):
             )
             if is_tensor and self._is_followed(each) and self.ledger.index_of(each) is None:
                 self._note_read(each)
+
+    def mark_saved(self, tensors: Iterable[Tensor]) -> None:
+        """Note what the graphs of tensors save: it is there for backward, also where a name holds it longer."""
+        left = [grad_fn_of(each) for each in tensors]
+        while left:
+            node = left.pop()
+            if node is None or (number := node._sequence_nr()) in self._seen_nodes:
+                continue
+            saved, _ = saved_by(node)
+            if saved is None:  # backward has freed them
+                continue
+            self._seen_nodes.add(number)
+            left += [following for following, _ in node.next_functions]
+            for tensor in saved:
+                index = self.ledger.live.get(storage_key(tensor) or 0)
+                if index is not None:
+                    block = self.ledger.blocks[index]
+                    block.category = block.category or Category.SAVED_TENSORS
 
     @property
     def live_bytes(self) -> int:
@@ -259,6 +282,9 @@ class WatchedOps(TorchDispatchMode):
         for tensor in inputs:
             if self.ledger.index_of(tensor) is None:  # nothing here made it
                 self._note_read(tensor)
+        is_forward = self.position.phase is Phase.FORWARD and torch.is_grad_enabled()
+        if is_forward and func is not torch.ops.aten.detach.default:  # autograd calls it as it makes a node
+            self.mark_saved(inputs)
         is_in_step = self.position.phase in (Phase.FORWARD, Phase.BACKWARD) or self._is_after_backward
         if info.reads_values and inputs and is_in_step and not _is_of_scaler():
             line = calling_line()
@@ -277,6 +303,7 @@ class WatchedOps(TorchDispatchMode):
             self.on_full()
             return
         op = self.log.add(info, work_of(info, func, args, kwargs, out, inputs, outputs), 0)
+        self.nodes.append(torch._C._autograd._get_sequence_nr())
         for tensor in outputs:
             if self._is_followed(tensor):
                 self.ledger.track(tensor, info.name, op)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from brimful.doctor.evidence import Evidence
-from brimful.memory import MemoryPrediction
+from brimful.memory import MemoryPrediction, live_profile
 from brimful.memory.at_error import (
     Saving,
     activation_checkpointing,
@@ -34,6 +34,11 @@ def savings(memory: MemoryPrediction, evidence: Evidence) -> tuple[Saving, ...]:
 
 def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
     held = dict(memory.breakdown)
+    profile, ops = live_profile(evidence.trace, 1), evidence.trace.ops
+    for index, size_bytes in profile.held_bytes_at(profile.peak_position).items():
+        storage = evidence.trace.storages[index]
+        if storage.op is not None and ops[storage.op].phase is Phase.EVALUATION:  # no step's own
+            held[storage.category] -= size_bytes
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
     if memory.peak_phase in _OF_BATCH:
         halved = smaller_micro_batches(of_batch)

@@ -14,8 +14,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -47,9 +48,9 @@ from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
 from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
 from brimful.torch_utils.held_names import Holding, held_by_names
-from brimful.torch_utils.lines import calling_line
+from brimful.torch_utils.lines import calling_line, calling_lines
 from brimful.torch_utils.replaced import replaced
-from brimful.trace import Category, Phase, Trace
+from brimful.trace import Category, EventKind, Phase, Trace
 from brimful.utils.deep_stack import deep_stack
 from brimful.utils.first_rank import srun_task
 
@@ -61,13 +62,39 @@ STEPS = 3
 class _Graph:
     """A forward of this step that builds a graph."""
 
-    found: UnusedGraph
+    lines: tuple[str, ...]
+    """The line that calls it, and lines of the user's code around it."""
+    first_op: int
+    saved_bytes: int
+    """Bytes that it holds when it returns."""
     parameters: frozenset[int]
     """Ids of the model's trainable parameters."""
     nodes: range
     """Numbers of its autograd nodes; none for a recomputation, whose nodes no backward needs."""
     trains: bool
     """Whether the model is in training mode."""
+
+
+@dataclass(slots=True)
+class _Unused:
+    """Forwards of a line whose graphs no backward uses."""
+
+    saved_bytes: int = 0
+    """The most bytes that one of them holds when it returns."""
+    ops: set[int] = field(default_factory=set)
+    """Their ops, and those that follow them and that no backward uses."""
+
+    def found(self, line: str, trace: Trace) -> UnusedGraph:
+        """The line, with the most bytes that all of its graphs hold at once."""
+        saved = {
+            index: each.size_bytes
+            for index, each in enumerate(trace.storages)
+            if each.op in self.ops and each.category is Category.SAVED_TENSORS
+        }
+        changes = (
+            saved.get(each.storage, 0) * (1 if each.kind is EventKind.ALLOCATE else -1) for each in trace.events
+        )
+        return UnusedGraph(line=line, saved_bytes=max(self.saved_bytes, *accumulate(changes, initial=0)))
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -131,13 +158,13 @@ class Watch:
         self._profiled_seconds: float | None = None
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
-        self._bytes_before_call, self._first_node_of_call = 0, 0
+        self._bytes_before_call = self._first_node_of_call = self._first_op_of_call = 0
         self._held_results = HeldResults(self._ops.device_type)
         self._evaluated = 0
         """Forwards of the running evaluation without gradients, of which the first are recorded."""
         self._graphs: list[_Graph] = []
-        self._evaluations: dict[str, UnusedGraph] = {}
-        self._unused_graphs: dict[str, UnusedGraph] = {}
+        self._evaluations: dict[str, _Unused] = {}
+        self._unused_graphs: dict[str, _Unused] = {}
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
         """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
@@ -227,11 +254,11 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
-        evaluations, unused_graphs = {**self._evaluations}, {**self._unused_graphs}
-        for late in () if evaluation is None else evaluation.unused:
-            (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
+        unused = {
+            op for each in (self._evaluations, self._unused_graphs) for line in each.values() for op in line.ops
+        }
         trace = Trace(
             job="",
             settings=Settings(micro_batch_size=1),
@@ -239,7 +266,10 @@ class Watch:
             torch_version=torch.__version__,
             captured_steps=max(steps, 1),
             captured_micro_batches=1,
-            ops=tuple(ops.log.ops),
+            ops=tuple(
+                structs.replace(op, phase=Phase.EVALUATION) if index in unused else op
+                for index, op in enumerate(ops.log.ops)
+            ),
             storages=to_storages(ops.blocks, ops.events, ops.log.ops),
             events=to_events(ops.blocks, ops.events),
             module_classes=ops.modules.classes,
@@ -248,6 +278,12 @@ class Watch:
             without_gradient=tuple(never),
             checkpoints_without_gradient=ops.facts.checkpoints_without_gradient,
         )
+        evaluations, unused_graphs = (
+            {line: each.found(line, trace) for line, each in lines.items()}
+            for lines in (self._evaluations, self._unused_graphs)
+        )
+        for late in () if evaluation is None else evaluation.unused:
+            (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         return Evidence(
             trace=trace,
             steps=tuple(self._ends),
@@ -314,7 +350,7 @@ class Watch:
         if is_of_gpu and _is_on_host(model):
             self._ops.follow_host()
         self._ops.begin()
-        self._bytes_before_call = self._ops.live_bytes
+        self._bytes_before_call, self._first_op_of_call = self._ops.live_bytes, len(self._ops.log.ops)
         self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
@@ -355,12 +391,18 @@ class Watch:
             for tensor in inputs:
                 self._ops.mark(tensor, Category.INPUTS, f"input of {type(model).__name__}")
             self._shapes.setdefault(id(model), set()).add(tuple(tuple(each.shape[1:]) for each in inputs))
-            saved_bytes = max(self._ops.live_bytes - self._bytes_before_call, 0)
-            found = UnusedGraph(line=calling_line(), saved_bytes=saved_bytes)
             is_recomputed = torch._C._current_autograd_node() is not None
             first, end = self._first_node_of_call, torch._C._autograd._get_sequence_nr()
-            nodes = range(first, first if is_recomputed else end)
-            self._graphs.append(_Graph(found, parameters, nodes, model.training))
+            self._graphs.append(
+                _Graph(
+                    lines=calling_lines(),
+                    first_op=self._first_op_of_call,
+                    saved_bytes=max(self._ops.live_bytes - self._bytes_before_call, 0),
+                    parameters=parameters,
+                    nodes=range(first, first if is_recomputed else end),
+                    trains=model.training,
+                )
+            )
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
@@ -535,19 +577,35 @@ class Watch:
 
     def _note_graphs(self) -> None:
         """Note which graphs of this step no backward has used, and models that train in evaluation mode."""
-        leaves, nodes = self._backwards.reached, self._backwards.reached_nodes
-        is_whole = len(nodes) < MOST_NODES
-        used = []
-        for each in self._graphs:
-            # Parameters in a functional call may be no leaves.
-            by_nodes = is_whole and bool(each.nodes)
-            if not (nodes.isdisjoint(each.nodes) if by_nodes else leaves.isdisjoint(each.parameters)):
-                used.append(each)
-            else:
-                (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found
+        used = [each for each in self._graphs if self._is_used(each)]
+        lines = {line for each in used for line in each.lines}
+        ends = [*(each.first_op for each in self._graphs[1:]), len(self._ops.log.ops)]
+        for each, end in zip(self._graphs, ends, strict=True):
+            if each not in used:
+                line = next((line for line in each.lines if line not in lines), each.lines[0])
+                found = (self._unused_graphs if each.trains else self._evaluations).setdefault(line, _Unused())
+                found.saved_bytes = max(found.saved_bytes, each.saved_bytes)
+                found.ops.update(self._ops_without_backward(each.first_op, end))
         if used and not any(each.trains for each in used):
-            self._in_evaluation_mode |= dict.fromkeys(each.found.line for each in used)
+            self._in_evaluation_mode |= dict.fromkeys(each.lines[0] for each in used)
         self._graphs.clear()
+
+    def _is_used(self, graph: _Graph) -> bool:
+        """Whether backward has run through a graph of this step."""
+        leaves, nodes = self._backwards.reached, self._backwards.reached_nodes
+        # Parameters in a functional call may be no leaves.
+        by_nodes = len(nodes) < MOST_NODES and bool(graph.nodes)
+        return not (nodes.isdisjoint(graph.nodes) if by_nodes else leaves.isdisjoint(graph.parameters))
+
+    def _ops_without_backward(self, first: int, end: int) -> Iterator[int]:
+        """Ops of the forward from an unused call on, up to one that backward uses."""
+        ops, numbers, used = self._ops.log.ops, self._ops.nodes, self._backwards.reached_nodes
+        for index in range(first, end):
+            made = range(numbers[index - 1] if index else 0, numbers[index])
+            if ops[index].phase is Phase.BACKWARD or not used.isdisjoint(made):
+                return
+            if ops[index].phase is Phase.FORWARD:
+                yield index
 
     def _note_not_optimized(self) -> None:
         stepped = _ids_of_parameters(self._optimizers.values())

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,16 @@ def calling_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def calling_lines() -> tuple[str, ...]:
+    """The innermost calling line, and those of the user's own code around it, the innermost first."""
+    own = [
+        f"{shown_file(each.f_code.co_filename)}:{number}"
+        for each, number in walk_stack(sys._getframe(1))
+        if is_users_own(each.f_code.co_filename)
+    ]
+    return tuple(dict.fromkeys((calling_line(), *own)))
 
 
 def defining_line(function: Any) -> str:

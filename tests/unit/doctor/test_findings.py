@@ -529,17 +529,34 @@ def test_growth_is_not_that_of_each_name() -> None:
 def test_a_teacher_that_builds_a_graph_is_found_in_the_step() -> None:
     found, _teacher = seen_in(evaluation_within, faulty=True)
     assert found.check == "evaluation-with-gradients"
-    assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4) * 4  # of ReLU and of the two last layers
+    assert found.size_bytes == 256 * (4 * WIDTH + WIDTH + 4 + 4) * 4  # of ReLU, a layer and two targets
     assert [each.check for each in seen_in(evaluation_within, faulty=False)] == ["untrained-model"]
 
 
-@pytest.mark.parametrize("run", [evaluation_in_training_mode, evaluation_by_the_line_that_trains])
-def test_an_evaluation_in_training_mode_that_builds_graphs_is_found(run: Callable[[bool], None]) -> None:
-    """Though it comes after the recorded steps."""
+@pytest.mark.parametrize(
+    ("run", "graphs"), [(evaluation_in_training_mode, 1), (evaluation_by_the_line_that_trains, 2)]
+)
+def test_an_evaluation_in_training_mode_that_builds_graphs_is_found(
+    run: Callable[[bool], None], graphs: int
+) -> None:
+    """Though it comes after the recorded steps; a loss keeps its graph until the next replaces it."""
     (found,) = seen_in(run, faulty=True)
-    assert (found.check, found.size_bytes) == ("graph-unused", 256 * (WIDTH + 4 * WIDTH + WIDTH) * 4)
+    assert (found.check, found.size_bytes) == ("graph-unused", graphs * 256 * (WIDTH + 4 * WIDTH + WIDTH) * 4)
     assert "test_findings.py:" in found.line
     assert seen_in(run, faulty=False) == ()
+
+
+def test_all_graphs_that_an_evaluation_after_the_recorded_steps_keeps_are_at_stake() -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for x, y in data():
+            step(model, optimizer, x, y)
+        model.eval()
+        kept = [model(x) for x, _ in data(6)]
+    (found,) = findings(watch.evidence())
+    assert found.size_bytes == 6 * 256 * (WIDTH + 4 * WIDTH + WIDTH) * 4
+    assert kept
 
 
 def test_the_last_forward_of_an_interrupted_run_is_not_one_without_backward() -> None:

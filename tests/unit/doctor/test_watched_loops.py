@@ -6,6 +6,7 @@ import re
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,80 @@ def test_what_an_evaluation_between_recorded_steps_leaves_is_counted_and_found()
     assert watched_document(evidence)["peak_bytes"] >= 40 * 64 * 4 * 4
     assert "its peak may be higher" in watched_text(evidence)
     assert results
+
+
+def test_what_autograd_saves_is_so_called_though_a_variable_holds_it_longer() -> None:
+    model, x = nn.Linear(WIDTH, 8 * WIDTH), torch.randn(256, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    sizes = dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def step(_index: int) -> None:
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each) if packs else nullcontext():
+            chances = model(x).softmax(-1)
+            loss = (chances * chances).log().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert chances.requires_grad
+
+    packs = False
+    evidence = watched(step)
+    packs = True
+    step(0)
+    held_bytes = watched_document(evidence)["categories"]["saved_tensors"]
+    # A scalar of backward is one too.
+    assert 0 <= held_bytes - (sum(sizes.values()) - x.nbytes) < 16
+
+
+def test_all_graphs_of_an_evaluation_that_a_list_keeps_are_at_stake() -> None:
+    """They are found where the evaluation calls what training calls too; micro-batches change them nowhere."""
+    model, x = net(), torch.randn(256, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def scores() -> Tensor:
+        return model(x).softmax(-1)  # type: ignore[no-any-return]
+
+    def step(_index: int) -> None:
+        scores().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        kept = [scores() for _ in range(10)]  # the evaluation
+        torch.cat(kept)
+        model.train()
+
+    evidence = watched(step)
+    (found,) = findings(evidence)
+    assert (found.check, found.size_bytes) == ("evaluation-with-gradients", 10 * 256 * (4 * WIDTH + 4) * 4)
+    assert found.line.endswith(f":{step.__code__.co_firstlineno + 5}")
+    document = watched_document(evidence)
+    assert document["peak_phase"] == "evaluation"
+    assert document["categories"]["saved_tensors"] >= 10 * 256 * 4 * WIDTH * 4
+    assert document["savings"] == []
+
+
+def test_graphs_beside_those_of_the_step_are_none_that_micro_batches_change() -> None:
+    model, x = net(), torch.randn(256, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        kept = [model(x) for _ in range(10)]
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert kept
+
+    document = watched_document(watched(step))
+    of_step_bytes = 256 * 3 * 4 * WIDTH * 4  # ReLU and its gradient, in and out
+    assert document["peak_phase"] == "backward"
+    assert all(each["size_bytes"] <= of_step_bytes // 2 + x.nbytes for each in document["savings"])
+    (found,) = document["findings"]
+    assert found["size_bytes"] >= 10 * 256 * 4 * WIDTH * 4
 
 
 def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
