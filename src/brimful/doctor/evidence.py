@@ -59,6 +59,19 @@ class UnusedGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotOptimized:
+    """A model that gets gradients, and of whose parameters no optimizer has any."""
+
+    name: str
+    line: str
+    """Where it is called."""
+    size_bytes: int
+    """Bytes of its gradients, and of what its graphs save where nothing else needs them."""
+    passes_gradients_on: bool
+    """Whether its inputs come from something that gets gradients through it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
     """A name that holds results of more and more samples as an evaluation runs."""
 
@@ -141,7 +154,8 @@ class Evidence:
     models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
     not_optimized: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of gradients of parameters that no optimizer steps, by name."""
+    """Bytes of gradients of parameters that no optimizer steps, by name; but for `not_optimized_models`."""
+    not_optimized_models: tuple[NotOptimized, ...] = ()
     host_reads: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code waited for a value from the device, outside of optimizers."""
     cache_flushes: Mapping[str, int] = field(default_factory=dict)

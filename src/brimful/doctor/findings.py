@@ -383,6 +383,14 @@ def without_gradient(seen: Seen) -> Iterator[Finding]:
 @check
 def not_optimized(seen: Seen) -> Iterator[Finding]:
     """Parameters that get gradients, and that no optimizer has."""
+    for each in seen.evidence.not_optimized_models:
+        freezing = f"{each.name}.requires_grad_(False)" if each.passes_gradients_on else "torch.no_grad()"
+        yield Finding(
+            what=f"{each.name} gets gradients that no optimizer uses, and saves tensors for them",
+            change=f"{freezing}, or give its parameters to the optimizer if it is to be trained",
+            line=each.line,
+            size_bytes=each.size_bytes,
+        )
     names = seen.evidence.not_optimized
     if names:
         yield Finding(

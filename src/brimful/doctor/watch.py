@@ -36,7 +36,7 @@ from brimful.cost.time_shares import time_shares
 from brimful.distributed.ranks import trains_with_ranks
 from brimful.doctor.backwards import Backwards
 from brimful.doctor.evaluation import FORWARDS, FirstEvaluation, HeldResults
-from brimful.doctor.evidence import Evidence, StepEnd, UnusedGraph
+from brimful.doctor.evidence import Evidence, NotOptimized, StepEnd, UnusedGraph
 from brimful.doctor.recording import WatchedOps
 from brimful.doctor.step_profile import StepProfile
 from brimful.execution.out_of_memory import out_of_memory
@@ -64,7 +64,11 @@ class _Graph:
 
     lines: tuple[str, ...]
     """The line that calls it, and lines of the user's code around it."""
-    first_op: int
+    model: int
+    """Id of the model."""
+    ops: range
+    has_inputs_with_graph: bool
+    """Whether gradients may run through to what its inputs come from."""
     saved_bytes: int
     """Bytes that it holds when it returns."""
     parameters: frozenset[int]
@@ -76,13 +80,13 @@ class _Graph:
 
 
 @dataclass(slots=True)
-class _Unused:
-    """Forwards of a line whose graphs no backward uses."""
+class _Forwards:
+    """Forwards of a line, whose graphs hold memory."""
 
     saved_bytes: int = 0
     """The most bytes that one of them holds when it returns."""
     ops: set[int] = field(default_factory=set)
-    """Their ops, and those that follow them and that no backward uses."""
+    """Their ops; of forwards that no backward uses also those that follow and that none uses either."""
 
     def found(self, line: str, trace: Trace) -> UnusedGraph:
         """The line, with the most bytes that all of its graphs hold at once."""
@@ -163,12 +167,14 @@ class Watch:
         self._evaluated = 0
         """Forwards of the running evaluation without gradients, of which the first are recorded."""
         self._graphs: list[_Graph] = []
-        self._evaluations: dict[str, _Unused] = {}
-        self._unused_graphs: dict[str, _Unused] = {}
+        self._evaluations: dict[str, _Forwards] = {}
+        self._unused_graphs: dict[str, _Forwards] = {}
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
         """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
         self._not_optimized: dict[str, int] = {}
+        self._not_optimized_models: dict[int, tuple[_Graph, _Forwards, int]] = {}
+        """Models of whose gradients no optimizer has any, by id: a forward, all of them, bytes of gradients."""
         self._cache_flushes: dict[str, int] = {}
         self._held_in_forward: dict[str, Holding] = {}
         self._is_first_call = False
@@ -304,6 +310,7 @@ class Watch:
             untrained_bytes=self._untrained_bytes,
             models=tuple(ops.modules.called),
             not_optimized=dict(self._not_optimized),
+            not_optimized_models=tuple(self._found_not_optimized(trace)),
             host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),
             loader_workers=self._waited_at[line][1] if line else None,
@@ -396,7 +403,9 @@ class Watch:
             self._graphs.append(
                 _Graph(
                     lines=calling_lines(),
-                    first_op=self._first_op_of_call,
+                    model=id(model),
+                    ops=range(self._first_op_of_call, len(self._ops.log.ops)),
+                    has_inputs_with_graph=any(each.requires_grad for each in tensors_in(given)),
                     saved_bytes=max(self._ops.live_bytes - self._bytes_before_call, 0),
                     parameters=parameters,
                     nodes=range(first, first if is_recomputed else end),
@@ -546,8 +555,7 @@ class Watch:
             )
         )
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
-        self._note_graphs()
-        self._note_not_optimized()
+        self._note_not_optimized(self._note_graphs())
         flags = {
             "anomaly": torch.is_anomaly_enabled() and not lines_are_recorded(),
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
@@ -575,20 +583,26 @@ class Watch:
         """Number of the first autograd node of the step before this one; 0 until there are two before it."""
         return self._first_nodes[-2] if len(self._first_nodes) > 1 else 0
 
-    def _note_graphs(self) -> None:
-        """Note which graphs of this step no backward has used, and models that train in evaluation mode."""
+    def _note_graphs(self) -> list[_Graph]:
+        """Note which graphs of this step no backward has used, and models that train in evaluation mode.
+
+        Returns those that a backward has used.
+        """
         used = [each for each in self._graphs if self._is_used(each)]
         lines = {line for each in used for line in each.lines}
-        ends = [*(each.first_op for each in self._graphs[1:]), len(self._ops.log.ops)]
+        ends = [*(each.ops.start for each in self._graphs[1:]), len(self._ops.log.ops)]
         for each, end in zip(self._graphs, ends, strict=True):
             if each not in used:
                 line = next((line for line in each.lines if line not in lines), each.lines[0])
-                found = (self._unused_graphs if each.trains else self._evaluations).setdefault(line, _Unused())
+                found = (self._unused_graphs if each.trains else self._evaluations).setdefault(
+                    line, _Forwards()
+                )
                 found.saved_bytes = max(found.saved_bytes, each.saved_bytes)
-                found.ops.update(self._ops_without_backward(each.first_op, end))
+                found.ops.update(self._ops_without_backward(each.ops.start, end))
         if used and not any(each.trains for each in used):
             self._in_evaluation_mode |= dict.fromkeys(each.lines[0] for each in used)
         self._graphs.clear()
+        return used
 
     def _is_used(self, graph: _Graph) -> bool:
         """Whether backward has run through a graph of this step."""
@@ -607,19 +621,38 @@ class Watch:
             if ops[index].phase is Phase.FORWARD:
                 yield index
 
-    def _note_not_optimized(self) -> None:
+    def _note_not_optimized(self, used: list[_Graph]) -> None:
         stepped = _ids_of_parameters(self._optimizers.values())
         if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
             return
         known = stepped | self._optimized
-        self._not_optimized = {
-            ".".join(filter(None, (prefix, name))): parameter.grad.nbytes
+        gradients = {
+            id(parameter): (".".join(filter(None, (prefix, name))), parameter.grad.nbytes)
             for prefix, model in self._ops.modules.alive()
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
             and parameter.grad.layout is torch.strided
             and id(parameter) not in known
         }
+        self._not_optimized_models.clear()
+        in_models = set[int]()
+        for each in used:
+            own = each.parameters & gradients.keys()
+            if own and each.model in self._models_in_steps and each.parameters.isdisjoint(known):
+                first = each, _Forwards(), sum(gradients[key][1] for key in own)
+                _, found, _ = self._not_optimized_models.setdefault(each.model, first)
+                found.ops.update(() if each.has_inputs_with_graph else each.ops)
+                in_models |= own
+        self._not_optimized = dict(each for key, each in gradients.items() if key not in in_models)
+
+    def _found_not_optimized(self, trace: Trace) -> Iterator[NotOptimized]:
+        for key, (graph, forwards, gradient_bytes) in self._not_optimized_models.items():
+            yield NotOptimized(
+                name=self._models_in_steps[key][0],
+                line=graph.lines[0],
+                size_bytes=gradient_bytes + forwards.found("", trace).saved_bytes,
+                passes_gradients_on=graph.has_inputs_with_graph,
+            )
 
     def _join_first_steps(self) -> None:
         """Take what seemed the end of the first step for a part of it: another optimizer steps too."""

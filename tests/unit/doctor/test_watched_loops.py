@@ -381,6 +381,29 @@ def test_graphs_beside_those_of_the_step_are_none_that_micro_batches_change() ->
     assert found["size_bytes"] >= 10 * 256 * 4 * WIDTH * 4
 
 
+@pytest.mark.parametrize("passes_on", [False, True])
+def test_a_teacher_with_gradients_is_named_where_it_is_called(*, passes_on: bool) -> None:
+    student, teacher = nn.Linear(WIDTH, WIDTH), net().eval()
+    optimizer = torch.optim.SGD(student.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        x = torch.randn(256, WIDTH)
+        y = student(x)
+        t = teacher(y if passes_on else x)
+        (t.mean() - y.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher.zero_grad()
+
+    (found,) = findings(watched(step))
+    assert found.check == "not-optimized"
+    assert found.line.endswith(f":{step.__code__.co_firstlineno + 3}")
+    assert found.what.startswith("teacher gets gradients")
+    assert found.change.startswith("teacher.requires_grad_" if passes_on else "torch.no_grad()")
+    gradient_bytes = sum(each.nbytes for each in teacher.parameters())
+    assert found.size_bytes == gradient_bytes + (0 if passes_on else 256 * (4 * WIDTH + 4) * 4)  # and t
+
+
 def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
     class Distillation:
         def __init__(self) -> None:
