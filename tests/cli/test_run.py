@@ -281,6 +281,12 @@ def test_there_is_no_such_script(tmp_path: Path) -> None:
     watched = brimful(tmp_path, "run", "none.py")
     assert watched.returncode == 2
     assert "there is no file none.py" in watched.stderr
+    watched = brimful(tmp_path, "run", "-m", "none.train")
+    assert watched.returncode == 2
+    assert "there is no module none " in watched.stderr
+    watched = brimful(tmp_path, "run", "-m", "none/train.py")
+    assert watched.returncode == 2
+    assert "Write -m none.train, or the path without -m" in watched.stderr
 
 
 def test_ctrl_c_ends_the_script_and_shows_what_was_seen(folder: Path) -> None:

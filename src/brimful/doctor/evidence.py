@@ -110,6 +110,7 @@ _LACKING = {
     "full": "recording ended, as too many ops ran before an optimizer of torch.optim had stepped often enough",
 }
 """What the figures lack, by flag."""
+_NO_STEP = "no optimizer of torch.optim stepped while recording ran, so the figures are of all that ran"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,12 @@ class Evidence:
         """What the figures lack."""
         lacking = [text for flag, text in _LACKING.items() if flag in self.flags]
         busy = busy_text(self.core_wait_fraction)
-        return (*lacking, *([f"{busy}: steps may be quicker without it"] if busy else ()))
+        has_no_step = not (self.steps or self.failed or "full" in self.flags)
+        return (
+            *([_NO_STEP] if has_no_step else ()),
+            *lacking,
+            *([f"{busy}: steps may be quicker without it"] if busy else ()),
+        )
 
     input_shapes: int = 0
     """Different shapes of the inputs of training forwards, but for the number of samples."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -64,14 +65,19 @@ def run_script(
 
     `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`; the script runs in the context
     `within`. `on_step` is called with what was seen so far after each recorded step, and after the timed ones.
-    UsageError if there is no such file or folder.
+    UsageError if there is no such file, folder or module.
     """
     if not is_module:
         _check_target(Path(target))
+    elif "/" in target or target.endswith(".py"):
+        name = target.removesuffix(".py").replace("/", ".")
+        raise UsageError(f"-m takes a module, and {target} is a path. Write -m {name}, or the path without -m.")
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         file = Path(target).resolve()
         sys.path[0] = str(Path.cwd() if is_module else file if file.is_dir() else file.parent)
+    if is_module and find_spec(name := target.partition(".")[0]) is None:
+        raise UsageError(f"there is no module {name} (looked in {Path.cwd()} and among installed packages).")
     status = 0
     ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)

@@ -21,6 +21,11 @@ from brimful.report.watched import watched_rows, why_partial
 from brimful.trace import Trace
 from brimful.utils.quantities import format_bytes, format_seconds
 
+_NO_TENSOR = (
+    "watch the process and the thread that train: name the script itself, not one that starts it, "
+    "or write `with brimful.watch():` around its training loop"
+)
+
 
 def watched_text(evidence: Evidence) -> str:
     """The memory and time of a watched run, and what is wrong with it."""
@@ -34,7 +39,9 @@ def watched_report(evidence: Evidence) -> Report:
     if why := why_partial(evidence.error, evidence.compiled):
         return Report(heading=heading, parts=(Remark("note", why),))
     if not evidence.trace.events:
-        return Report(heading=f"{heading}: the script made no tensor there", parts=())
+        return Report(
+            heading=f"{heading}: the script made no tensor there", parts=(Remark("next", _NO_TENSOR),)
+        )
     return Report(heading=heading, parts=tuple(_parts(evidence, predict_memory(evidence.trace))))
 
 

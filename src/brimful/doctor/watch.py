@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -213,14 +214,31 @@ class Watch:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        is_whole = error is None or isinstance(error, SystemExit)
+        if self._is_recording and is_whole:
+            self._end_without_step()
         self._stop()
         self._profile.stop()
         self._ops.leave()
         self._hooks.close()
         if self._first_evaluation is not None:
-            self._first_evaluation.end(is_whole=error is None or isinstance(error, SystemExit))
+            self._first_evaluation.end(is_whole=is_whole)
         if error is None or out_of_memory(error) is None:
             self._ops.forget_failure()
+
+    @_guarded
+    def _end_without_step(self) -> None:
+        """Note graphs that no backward has used when the run ends, and the models if no optimizer has stepped.
+
+        In training mode they count where no backward ever ran, and a line has called a model more than once.
+        """
+        calls = Counter(each.lines for each in self._graphs if each.trains)
+        self._note_graphs(
+            counts_training=not self._backwards.ever_reached and max(calls.values(), default=0) > 1
+        )
+        for prefix, model in self._ops.modules.alive() if not self._ends else ():
+            for name, parameter in model.named_parameters():
+                self._ops.mark(parameter, Category.PARAMETERS, ".".join(filter(None, (prefix, name))))
 
     @property
     def sees(self) -> bool:
@@ -583,7 +601,7 @@ class Watch:
         """Number of the first autograd node of the step before this one; 0 until there are two before it."""
         return self._first_nodes[-2] if len(self._first_nodes) > 1 else 0
 
-    def _note_graphs(self) -> list[_Graph]:
+    def _note_graphs(self, *, counts_training: bool = True) -> list[_Graph]:
         """Note which graphs of this step no backward has used, and models that train in evaluation mode.
 
         Returns those that a backward has used.
@@ -591,8 +609,8 @@ class Watch:
         used = [each for each in self._graphs if self._is_used(each)]
         lines = {line for each in used for line in each.lines}
         ends = [*(each.ops.start for each in self._graphs[1:]), len(self._ops.log.ops)]
-        for each, end in zip(self._graphs, ends, strict=True):
-            if each not in used:
+        for each, end in zip(self._graphs, ends, strict=False):
+            if each not in used and (counts_training or not each.trains):
                 line = next((line for line in each.lines if line not in lines), each.lines[0])
                 found = (self._unused_graphs if each.trains else self._evaluations).setdefault(
                     line, _Forwards()

@@ -381,6 +381,44 @@ def test_graphs_beside_those_of_the_step_are_none_that_micro_batches_change() ->
     assert found["size_bytes"] >= 10 * 256 * 4 * WIDTH * 4
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_forwards_alone_that_build_graphs_are_found(*, trains: bool) -> None:
+    model = net().train(trains)
+    with Watch() as watch:
+        for _ in range(3):
+            y = model(torch.randn(256, WIDTH))
+    assert y.requires_grad
+    evidence = watch.evidence()
+    assert checks_of(evidence) == ["graph-unused" if trains else "evaluation-with-gradients"]
+    document = watched_document(evidence)
+    assert document["savings"] == []
+    assert document["categories"]["parameters"] == sum(each.nbytes for each in model.parameters())
+    assert "no optimizer of torch.optim stepped" in watched_text(evidence).replace("\n    ", " ")
+
+
+def test_a_forward_that_is_watched_alone_may_be_one_of_training() -> None:
+    model = net()
+    with Watch() as watch:
+        loss = model(torch.randn(256, WIDTH)).mean()
+    loss.backward()
+    assert checks_of(watch.evidence()) == []
+
+
+def test_a_run_without_tensors_or_models_says_what_to_watch() -> None:
+    weights = torch.ones(4, requires_grad=True)
+    with Watch() as watch:
+        pass
+    assert "with brimful.watch():" in watched_text(watch.evidence())
+    optimizer = torch.optim.SGD([weights], 1e-3)
+
+    def step(_index: int) -> None:
+        weights.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert checks_of(watched(step)) == []
+
+
 @pytest.mark.parametrize("passes_on", [False, True])
 def test_a_teacher_with_gradients_is_named_where_it_is_called(*, passes_on: bool) -> None:
     student, teacher = nn.Linear(WIDTH, WIDTH), net().eval()
