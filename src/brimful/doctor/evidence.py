@@ -92,6 +92,11 @@ class Failure:
     requested_bytes: int | None
     """What it asked for; None if the message does not say it."""
 
+    @property
+    def asked_label(self) -> str:
+        """The name of the memory that was asked for, in the trace."""
+        return f"asked for by {self.op}"
+
 
 def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Backward]]:
     """Calls of one line and of the same parameters without an optimizer's step between them."""

@@ -274,7 +274,8 @@ class WatchedOps(TorchDispatchMode):
         self.blocks, self.events = [*self.ledger.blocks], [*self.ledger.events]
         if size_bytes is not None:
             self.events.append(BlockEvent(True, len(self.blocks), len(self.log.ops) - 1))
-            self.blocks.append(Block(size_bytes, None, f"asked for by {op}", category=Category.TEMPORARIES))
+            asked = Block(size_bytes, None, self.failed.asked_label, category=Category.TEMPORARIES)
+            self.blocks.append(asked)
 
     def _record(self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         inputs = [each for each in tensors_in((args, kwargs)) if self._is_followed(each)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from brimful.cost import step_seconds
 from brimful.devices import Device
-from brimful.doctor.evidence import Evidence
+from brimful.doctor.evidence import Evidence, Failure
 from brimful.doctor.findings import Finding, findings
 from brimful.doctor.savings import savings
 from brimful.memory import MemoryPrediction, memory_timeline, predict_memory
@@ -18,7 +18,7 @@ from brimful.report.at_peak import peak_listings
 from brimful.report.layout import Listing, Part, Remark, Report, Row, as_text
 from brimful.report.out_of_memory import savings_listing
 from brimful.report.watched import watched_rows, why_partial
-from brimful.trace import Trace
+from brimful.trace import Category, Trace
 from brimful.utils.quantities import format_bytes, format_seconds
 
 _NO_TENSOR = (
@@ -73,9 +73,8 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 
 
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
-    failed = evidence.failed
-    held_bytes = memory.peak_allocated_bytes - (0 if failed is None else failed.requested_bytes or 0)
-    yield Row("peak", f"{format_bytes(held_bytes)} in tensors, in step {memory.peak_step + 1}")
+    held = memory if evidence.failed is None else _without_asked(memory, evidence.failed)
+    yield Row("peak", f"{format_bytes(held.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
     yield from watched_rows(
         failed=evidence.failed,
         measured_peak_bytes=evidence.measured_peak_bytes,
@@ -85,8 +84,26 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
         watching_seconds=evidence.watching_seconds,
         notes=evidence.notes,
     )
-    yield from _held_parts(evidence, memory)
+    yield from _held_parts(evidence, memory, held)
     yield findings_part(findings(evidence))
+
+
+def _without_asked(memory: MemoryPrediction, failed: Failure) -> MemoryPrediction:
+    """What was held when memory ran out, without what was asked for then."""
+    asked_bytes = failed.requested_bytes or 0
+    return replace(
+        memory,
+        peak_allocated_bytes=memory.peak_allocated_bytes - asked_bytes,
+        breakdown=tuple(
+            (category, size - asked_bytes * (category is Category.TEMPORARIES))
+            for category, size in memory.breakdown
+        ),
+        largest=tuple(each for each in memory.largest if each.label != failed.asked_label),
+        modules=tuple(
+            each if each.fqn else replace(each, held_bytes=each.held_bytes - asked_bytes)
+            for each in memory.modules
+        ),
+    )
 
 
 def captured_notes(trace: Trace, device: Device) -> tuple[str, ...]:
@@ -99,7 +116,7 @@ def captured_text(evidence: Evidence, *, device: str, found: tuple[Finding, ...]
     trace, memory = evidence.trace, predict_memory(evidence.trace)
     parts = [
         Row("peak", f"{format_bytes(memory.peak_allocated_bytes)} in tensors, predicted"),
-        *_held_parts(evidence, memory),
+        *_held_parts(evidence, memory, memory),
         *(Remark("note", each) for each in notes),
         findings_part(found),
     ]
@@ -129,9 +146,9 @@ def captured_document(
     }
 
 
-def _held_parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
+def _held_parts(evidence: Evidence, memory: MemoryPrediction, held: MemoryPrediction) -> Iterator[Part]:
     """What holds the memory at the peak, and what would take less."""
-    yield from peak_listings(memory, memory.peak_allocated_bytes)
+    yield from peak_listings(held, held.peak_allocated_bytes)
     title = "would take less at the peak: about how much, and the change"
     yield from savings_listing(savings(memory, evidence), title)
 

@@ -66,10 +66,17 @@ def block_listing(largest: Sequence[HeldStorage]) -> Listing:
 def module_listing(modules: Iterable[ModuleShare], peak_bytes: int) -> Iterator[Listing]:
     """The modules that hold most, as a tree: the largest first, each followed by its largest submodules."""
     children: dict[str, list[ModuleShare]] = {}
+    root_bytes, root_class = 0, ""
     for share in modules:
         if share.depth:
             children.setdefault(_parent_and_name(share)[0], []).append(share)
-    rows = list(_module_rows(children, "", _SHOWN_MODULE_FRACTION * peak_bytes))
+        else:
+            root_bytes, root_class = share.held_bytes, share.class_name
+    least_bytes = _SHOWN_MODULE_FRACTION * peak_bytes
+    rows = list(_module_rows(children, "", least_bytes))
+    own_bytes = root_bytes - _held_bytes(children.get("", []))
+    if root_class and own_bytes >= least_bytes:
+        rows.append((format_bytes(own_bytes), f"the model itself, outside of submodules ({root_class})"))
     if rows:
         title = f"by module, submodules included, of at least {_SHOWN_MODULE_FRACTION:.0%} of the peak"
         hidden = len(rows) - _LISTED_MODULES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,8 @@ def test_an_error_is_explained_by_what_was_asked_for_and_what_held_the_memory() 
     assert held[Category.TEMPORARIES] - TOO_MUCH <= SAMPLES * WIDTH * 4
     text = watched_text(evidence)
     assert "asked for 1048576 GiB more" in text
+    assert "1048576 GiB" not in text.partition("at the peak")[2].partition("would take less")[0]
+    assert "█" in re.search(r"saved tensors.*", text)[0]  # type: ignore[index]
     assert "activation checkpointing" in text
     assert watched_document(evidence)["failed"]["requested_bytes"] == TOO_MUCH
 

@@ -442,6 +442,19 @@ def test_a_teacher_with_gradients_is_named_where_it_is_called(*, passes_on: bool
     assert found.size_bytes == gradient_bytes + (0 if passes_on else 256 * (4 * WIDTH + 4) * 4)  # and t
 
 
+def test_what_a_model_without_submodules_holds_is_listed_beside_other_models() -> None:
+    model, head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], 1e-3)
+
+    def step(_index: int) -> None:
+        head(model(torch.randn(64, 32, WIDTH))[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    text = watched_text(watched(step)).partition("by module")[2]
+    assert "the model itself, outside of submodules (LSTM)" in text
+
+
 def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
     class Distillation:
         def __init__(self) -> None:
