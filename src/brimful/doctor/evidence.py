@@ -183,8 +183,13 @@ class Evidence:
         lacking = [text for flag, text in _LACKING.items() if flag in self.flags]
         busy = busy_text(self.core_wait_fraction)
         has_no_step = not (self.steps or self.failed or "full" in self.flags)
+        caught = [
+            f"memory ran out in {line or 'the script'}, and the run went on: what it asked for is not counted"
+            for line in self.caught
+        ]
         return (
             *([_NO_STEP] if has_no_step else ()),
+            *caught,
             *lacking,
             *([f"{busy}: steps may be quicker without it"] if busy else ()),
         )
@@ -196,6 +201,8 @@ class Evidence:
     compiled: str = ""
     """The line that calls compiled code, where recording ended; "" if none did."""
     failed: Failure | None = None
+    caught: tuple[str, ...] = ()
+    """Lines at which memory ran out, and after which the run went on."""
     measured_peak_bytes: int | None = None
     """torch's own measurement of allocated memory; None on a CPU."""
 

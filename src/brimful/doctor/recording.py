@@ -137,6 +137,8 @@ class WatchedOps(TorchDispatchMode):
         self.is_paused = self.is_skipping = False
         """Whether ops run unseen, and whether they are not recorded but for running out of memory."""
         self.failed: Failure | None = None
+        self.caught: dict[str, None] = {}
+        """Lines at which memory ran out, and after which the run went on."""
         self.host_reads: dict[str, int] = {}
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
@@ -174,6 +176,8 @@ class WatchedOps(TorchDispatchMode):
 
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
+        if self.failed is not None:
+            self.caught.setdefault(self.failed.line)
         self.failed = None
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
 

@@ -338,6 +338,7 @@ class Watch:
             error=self.error,
             compiled=self._compiled,
             failed=ops.failed,
+            caught=tuple(ops.caught),
             measured_peak_bytes=torch.cuda.max_memory_allocated() if self._ops.device_type == "cuda" else None,
         )
 

@@ -37,7 +37,10 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     """Unscaling, clipping, the optimizer's step, clearing gradients."""
     EVALUATION = "evaluation"
-    """A forward pass without gradients, in evaluation mode, after the last step."""
+    """A forward pass without gradients, in evaluation mode, after the last step.
+
+    Of a watched run also between steps, and with a graph that no backward uses.
+    """
 
 
 class Guess(StrEnum):

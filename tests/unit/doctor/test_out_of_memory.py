@@ -79,6 +79,23 @@ def test_an_error_is_explained_by_what_was_asked_for_and_what_held_the_memory() 
     assert watched_document(evidence)["failed"]["requested_bytes"] == TOO_MUCH
 
 
+def test_memory_that_ran_out_in_a_recorded_step_and_was_caught_is_mentioned() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Watch() as watch:
+        for step in range(4):
+            model.fails = step == 1
+            try:
+                model(torch.randn(SAMPLES, WIDTH)).square().mean().backward()
+            except RuntimeError:
+                continue
+            optimizer.step()
+    evidence = watch.evidence()
+    assert evidence.failed is None
+    (note,) = evidence.notes
+    assert re.match(r"memory ran out in .*test_out_of_memory.py:\d+, and the run went on", note)
+
+
 @pytest.mark.parametrize(("change", "other"), [("checkpointing", {}), ("micro-batches", {"micro_batches": 2})])
 def test_a_change_saves_what_is_said(change: str, other: dict[str, int]) -> None:
     plain = watched(Net())
