@@ -62,6 +62,22 @@ def test_forward_and_backward_in_a_closure_have_their_own_phases() -> None:
     assert any(op.phase is Phase.OPTIMIZER for op in evidence.trace.ops)
 
 
+def test_optimizers_may_step_in_backward() -> None:
+    """Recording ends in a backward, which restores the modes that it began with."""
+    model, x = net(), torch.randn(8, WIDTH)
+    optimizers = {each: torch.optim.SGD([each], 1e-3) for each in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    evidence = watched(lambda _: model(x).square().mean().backward())
+    assert (len(evidence.steps), checks_of(evidence)) == (3, [])
+    assert _get_current_dispatch_mode() is None
+
+
 def test_keyword_arguments_of_a_model_are_inputs() -> None:
     class ByName(nn.Module):
         def __init__(self) -> None:
