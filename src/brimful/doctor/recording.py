@@ -179,7 +179,7 @@ class WatchedOps(TorchDispatchMode):
         return False
 
     def leave(self) -> None:
-        """Leave the stack of modes, if nothing else is above; backward restores the stack that it began with."""
+        """Leave the stack of modes, if nothing else is above; not in backward, which restores it."""
         if _get_current_dispatch_mode() is self and torch._C._current_autograd_node() is None:
             self.__exit__(None, None, None)
 
