@@ -209,7 +209,7 @@ def _line(code: CodeType, name: str) -> str:
     file = code.co_filename
     lines = linecache.getlines(file)  # which has those of a notebook's cells too
     own_lines = [number for _, _, number in code.co_lines() if number is not None]
-    first, last = min(own_lines, default=1), max(own_lines, default=0)
+    first, last = max(min(own_lines, default=1), 1), max(own_lines, default=0)  # modules begin at 0
     ordered = [*range(first, min(last, len(lines)) + 1), *range(1, first), *range(last + 1, len(lines) + 1)]
     shown, own = shown_file(file), rf"(?<![\w.]){re.escape(name)}"
     adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")

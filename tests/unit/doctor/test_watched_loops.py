@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -244,6 +245,14 @@ def test_values_of_the_user_are_not_run() -> None:
     found = held_by_names(__import__("sys")._getframe(), 0)
     assert (found["lazy"].count, found["lazy"].size_bytes) == (1, 16)
     assert lazy
+
+
+def test_the_line_of_a_name_may_be_the_last_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nfrom brimful.torch_utils.held_names import held_by_names\ntotal = torch.ones(1)\n"
+        "for _ in range(2):\n    found = held_by_names(sys._getframe(), 0)\n    total += 1\n"
+    )
+    assert runpy.run_path(str(tmp_path / "train.py"))["found"]["total"].line.endswith("train.py:6")
 
 
 def test_the_sum_of_many_paths_is_looked_through_once() -> None:
