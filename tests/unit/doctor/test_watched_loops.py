@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import runpy
 import sys
@@ -385,6 +386,31 @@ def test_results_that_a_list_keeps_are_to_be_numbers_or_on_the_host() -> None:
     (found,) = (each for each in findings(watched(step)) if each.check == "history-kept")
     assert ".detach().cpu()" in found.change
     assert kept
+
+
+def test_what_an_object_of_a_trainer_keeps_is_found() -> None:
+    class Meter:
+        sum: Tensor | int = 0
+
+        def update(self, value: Tensor) -> None:
+            self.sum = self.sum + value
+
+    class OwnTrainer:
+        def __init__(self) -> None:
+            self.model, self.meter = net(), Meter()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+
+        def step(self, _index: int) -> None:
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(8, WIDTH)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.meter.update(loss)
+
+    (found,) = findings(watched(OwnTrainer().step))
+    assert found.check == "history-kept"
+    assert found.what.startswith("self.meter.sum keeps the graphs")
+    assert linecache.getline(__file__, int(found.line.split(":")[1])).strip() == "self.sum = self.sum + value"
 
 
 def test_results_of_earlier_steps_are_named_where_memory_runs_out() -> None:
