@@ -413,6 +413,26 @@ def test_what_an_object_of_a_trainer_keeps_is_found() -> None:
     assert linecache.getline(__file__, int(found.line.split(":")[1])).strip() == "self.sum = self.sum + value"
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+def test_growth_that_no_name_explains_has_a_note(levels: int) -> None:
+    class Holder:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    model, holder = net(), Holder([])
+    optimizer, add = torch.optim.SGD(model.parameters(), 1e-3), holder.inner.append
+    for _ in range(levels - 1):
+        holder = Holder(holder)
+
+    def step(_index: int) -> None:
+        model(torch.randn(8, WIDTH)).mean().backward()
+        optimizer.step()
+        add(torch.ones(4))
+
+    notes = watched(step).notes
+    assert any("no name that was looked at keeps more" in each for each in notes) == (levels == 3)
+
+
 def test_results_of_earlier_steps_are_named_where_memory_runs_out() -> None:
     model, x, kept = net(), torch.randn(256, WIDTH), list[Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
