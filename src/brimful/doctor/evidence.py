@@ -98,8 +98,8 @@ _LACKING = {
 }
 """What the figures lack, by flag."""
 _NOT_NAMED = (
-    "memory grows, and no name that was looked at keeps more, of variables, containers, and objects in objects: "
-    "look into what is deeper, into libraries, and the state of the optimizer"
+    "memory grows, and no name that was looked at keeps more, of variables, containers and objects in objects: "
+    "look into deeper ones, into libraries, and at the state of the optimizer"
 )
 
 
