@@ -97,6 +97,10 @@ _LACKING = {
     "full": "recording ended, as too many ops ran before an optimizer of torch.optim had stepped often enough",
 }
 """What the figures lack, by flag."""
+_NOT_NAMED = (
+    "memory grows, and no name that was looked at keeps more, of variables, containers and objects in objects: "
+    "look into deeper ones, into libraries, and at the state of the optimizer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +163,19 @@ class Evidence:
         """What the figures lack."""
         lacking = [text for flag, text in _LACKING.items() if flag in self.flags]
         busy = busy_text(self.core_wait_fraction)
-        return (*lacking, *([f"{busy}: steps may be quicker without it"] if busy else ()))
+        grows = [_NOT_NAMED] if self._grows_unnamed else []
+        return (*lacking, *grows, *([f"{busy}: steps may be quicker without it"] if busy else ()))
+
+    @property
+    def _grows_unnamed(self) -> bool:
+        """Whether live memory grows, and no name holds more than before, or graphs of earlier steps."""
+        if not self.growth_bytes or self.growth_bytes < 0:
+            return False
+        before, last = (each.held for each in self.steps[-2:])
+        return not any(
+            held.reaches_back or name not in before or held.size_bytes > before[name].size_bytes
+            for name, held in last.items()
+        )
 
     input_shapes: int = 0
     """Different shapes of the inputs of training forwards, but for the number of samples."""

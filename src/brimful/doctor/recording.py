@@ -179,8 +179,8 @@ class WatchedOps(TorchDispatchMode):
         return False
 
     def leave(self) -> None:
-        """Leave the stack of modes, if nothing else is above."""
-        if _get_current_dispatch_mode() is self:
+        """Leave the stack of modes, if nothing else is above; not in backward, which restores it."""
+        if _get_current_dispatch_mode() is self and torch._C._current_autograd_node() is None:
             self.__exit__(None, None, None)
 
     def begin(self) -> None:

@@ -8,12 +8,13 @@ Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
@@ -169,6 +170,8 @@ class Watch:
         hooks.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         PAUSED.append(self.paused)
         hooks.callback(PAUSED.remove, self.paused)
+        _entered.append(self)
+        hooks.callback(_entered.remove, self)
         stack.enter_context(ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
@@ -188,6 +191,12 @@ class Watch:
             self._first_evaluation.end(is_whole=error is None or isinstance(error, SystemExit))
         if error is None or out_of_memory(error) is None:
             self._ops.forget_failure()
+
+    def leave_in_fork(self) -> None:
+        """Neither record nor profile what a fork runs, such as a worker that reads data all along."""
+        if threading.get_ident() == self._thread:
+            self._profile.stop()
+            self._ops.leave()
 
     @property
     def sees(self) -> bool:
@@ -419,8 +428,9 @@ class Watch:
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
         def begun(loader: Any, *args: Any, **named: Any) -> None:
-            with self._profile.around_loader() if self.sees else nullcontext():
-                begin(loader, *args, **named)
+            if self.sees:
+                self._profile.note_loader()
+            begin(loader, *args, **named)
 
         with (
             replaced(_BaseDataLoaderIter, "__next__", timed),
@@ -632,6 +642,18 @@ class Watch:
             for prefix, model in reversed(self._ops.modules.alive())
             for name, parameter in model.named_parameters()
         }
+
+
+_entered: list[Watch] = []
+
+
+def _leave_in_fork() -> None:
+    for each in reversed(_entered):
+        each.leave_in_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_fork)
 
 
 def _ids_of_parameters(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -123,11 +123,13 @@ def _reads_locals(code: CodeType) -> bool:
     )
 
 
-def _of_name(name: str, value: Any, is_meant: Callable[[str], object]) -> Iterator[tuple[str, Any, str]]:
+def _of_name(
+    name: str, value: Any, is_meant: Callable[[str], object], levels: int = 2
+) -> Iterator[tuple[str, Any, str]]:
     """What a name holds, with its own name and the one by which code changes it.
 
-    Of an object of a class in a file that is meant, and of the modules in a model, it is what each attribute
-    holds; of a function, what each variable around it does.
+    Of an object of a class in a file that is meant, and of those in it as far as `levels` reach, and of the
+    modules in a model, it is what each attribute holds; of a function, what each variable around it does.
     """
     if name.startswith("__") or isinstance(value, ModuleType | type | nn.Parameter):
         return
@@ -141,13 +143,14 @@ def _of_name(name: str, value: Any, is_meant: Callable[[str], object]) -> Iterat
             with suppress(ValueError):  # a variable that has no value yet
                 if _is_container(cell.cell_contents):
                     yield inner, cell.cell_contents, inner
-    elif is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
-        yield from _attributes(name, value, name)
+    elif levels and is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
+        for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+            yield from _of_name(f"{name}.{attribute}", inner, is_meant, levels - 1)
 
 
-def _attributes(path: str, value: Any, written: str) -> Iterator[tuple[str, Any, str]]:
-    own = vars(nn.Module()) if isinstance(value, nn.Module) else {}
-    for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+def _attributes(path: str, value: nn.Module, written: str) -> Iterator[tuple[str, Any, str]]:
+    own = vars(nn.Module())
+    for attribute, inner in [*vars(value).items()]:
         if attribute not in own and _is_container(inner):
             yield f"{path}.{attribute}", inner, f"{written}.{attribute}"
 
@@ -204,17 +207,19 @@ def _is_state(value: Any) -> bool:
 def _line(code: CodeType, name: str) -> str:
     """The line that adds to a name, or else that assigns it; the file alone if neither is found.
 
-    Lines of the running code count before others of its file.
+    Lines of the running code count before others of its file. A method of an object writes its name as `self`.
     """
     file = code.co_filename
     lines = linecache.getlines(file)  # which has those of a notebook's cells too
     own_lines = [number for _, _, number in code.co_lines() if number is not None]
-    first, last = min(own_lines, default=1), max(own_lines, default=0)
+    first, last = max(min(own_lines, default=1), 1), max(own_lines, default=0)  # modules begin at 0
     ordered = [*range(first, min(last, len(lines)) + 1), *range(1, first), *range(last + 1, len(lines) + 1)]
-    shown, own = shown_file(file), rf"(?<![\w.]){re.escape(name)}"
-    adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")
-    for change in (*adding, r"\s*=[^=]"):
-        for number in ordered:
-            if number <= len(lines) and re.search(f"{own}{change}", lines[number - 1]):
-                return f"{shown}:{number}"
+    shown = shown_file(file)
+    for each in dict.fromkeys((name, re.sub(r".*\.", "self.", name))):
+        own = rf"(?<![\w.]){re.escape(each)}"
+        adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")
+        for change in (*adding, r"\s*=[^=]"):
+            for number in ordered:
+                if number <= len(lines) and re.search(f"{own}{change}", lines[number - 1]):
+                    return f"{shown}:{number}"
     return shown
