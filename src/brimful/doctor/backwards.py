@@ -33,7 +33,7 @@ class Backwards:
         self.adding: dict[str, None] = {}
         """Lines of backward that add to gradients which an optimizer has used, and will use again."""
         self._used: dict[int, str] = {}
-        """Parameters whose gradients have parts of earlier steps, by id, with the line that adds to them."""
+        """Parameters whose gradients an optimizer has used, by id, with the line that adds to them, or ""."""
 
     @contextmanager
     def following(self, before: Callable[[], bool]) -> Iterator[None]:
@@ -68,8 +68,9 @@ class Backwards:
         """Note that an optimizer steps parameters with the gradients that they have now."""
         self._updates += 1
         for parameter in parameters:
-            if (line := self._used.pop(id(parameter), None)) is not None:
+            if line := self._used.get(id(parameter)):
                 self.adding.setdefault(line)
+            self._used[id(parameter)] = ""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
@@ -99,7 +100,7 @@ class Backwards:
                     if not bool(leaf.grad.any()):
                         self._used.pop(id(leaf), None)
                         zero_bytes += leaf.grad.nbytes * is_fresh
-                    elif is_fresh and ops.position.step > 0:
+                    elif is_fresh and id(leaf) in self._used:
                         self._used[id(leaf)] = line
         self.noted.append(
             Backward(

@@ -94,6 +94,19 @@ def optimizers_in_turn() -> None:
         both[number % 2].step()
 
 
+def an_optimizer_that_steps_every_second_time() -> None:
+    table, model = nn.Linear(WIDTH, WIDTH), net()
+    often, seldom = adam(model), adam(table)
+    for number in range(12):
+        x, y = batch()
+        functional.cross_entropy(model(table(x)), y).backward()
+        often.step()
+        often.zero_grad()
+        if number % 2:
+            seldom.step()
+            seldom.zero_grad()
+
+
 def entropy() -> None:
     model = net()
     optimizer = adam(model)
@@ -320,6 +333,7 @@ HEALTHY: list[Callable[[], None]] = [
     reentrant_checkpoints,
     generator_before_discriminator,
     optimizers_in_turn,
+    an_optimizer_that_steps_every_second_time,
     entropy,
     skipped_steps,
     adversarial_examples,
