@@ -29,7 +29,9 @@ class Backwards:
         """Numbers of the autograd nodes that backward has reached in this step."""
         self.ever_reached: set[int] = set()
         self._updates, self.is_sharded = 0, False
-        """Calls of optimizers, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
+        """Changes of parameters, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
+        self._versions: dict[int, int] = {}
+        """Version of each leaf when backward reached it last, by id."""
         self.adding: dict[str, None] = {}
         """Lines of backward that add to gradients which an optimizer has used, and will use again."""
         self._used: dict[int, str] = {}
@@ -89,6 +91,10 @@ class Backwards:
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves, nodes)
             return
+        versions = {id(each): each._version for each in leaves}
+        # By hand, as to the weights nearby of sharpness-aware minimization.
+        self._updates += any(self._versions.get(key, now) != now for key, now in versions.items())
+        self._versions |= versions
         loses = any(id(each) in self.reached and each.grad is None for each in leaves) and not self.is_sharded
         zero_bytes = 0
         with ops.paused():

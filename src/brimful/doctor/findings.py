@@ -399,7 +399,7 @@ _lines_check("graph-retained", lambda seen: {each.line: 1 for each in seen.backw
 @check
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
-    for line, calls in seen.evidence.repeated.items():
+    for line, calls in seen.evidence.accumulated.items():
         if not seen.evidence.divides_gradients and not any(each.is_scaled for each in calls):
             count = len(calls)
             yield Finding(
@@ -412,7 +412,7 @@ def not_normalized(seen: Seen) -> Iterator[Finding]:
 @check
 def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
     """Gradients of micro-batches that ranks reduce one by one."""
-    for line, calls in seen.evidence.repeated.items():
+    for line, calls in seen.evidence.accumulated.items():
         if all(each.reduces for each in calls):
             yield Finding(
                 what=f"ranks reduce gradients {len(calls)} times in a step",

@@ -144,6 +144,45 @@ def adversarial_examples() -> None:
         optimizer.step()
 
 
+def a_perturbation_that_lasts() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = adam(model)
+    change = torch.zeros(16, WIDTH, requires_grad=True)
+    for _ in range(8):
+        x, y = batch()
+        for _ in range(4):
+            functional.cross_entropy(model(x + change), y).backward()
+            assert change.grad is not None
+            change.data = (change + 0.01 * change.grad.sign()).detach()
+            change.grad.zero_()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x + change.detach()), y).backward()
+        optimizer.step()
+
+
+def sharpness_aware_minimization() -> None:
+    model = net()
+    optimizer = adam(model)
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        functional.cross_entropy(model(x), y).backward()
+
+    for _ in range(8):
+        x, y = batch()
+        backward(x, y)
+        changes = [0.05 * each.grad for each in model.parameters() if each.grad is not None]
+        with torch.no_grad():
+            for each, change in zip(model.parameters(), changes, strict=True):
+                each += change
+                each.grad = None
+        backward(x, y)
+        with torch.no_grad():
+            for each, change in zip(model.parameters(), changes, strict=True):
+                each -= change
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def closures() -> None:
     model = net(1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -337,6 +376,8 @@ HEALTHY: list[Callable[[], None]] = [
     entropy,
     skipped_steps,
     adversarial_examples,
+    a_perturbation_that_lasts,
+    sharpness_aware_minimization,
     closures,
     two_forwards_of_one_backward,
     episodes,
