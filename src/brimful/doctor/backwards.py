@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Backwards:
         self.reached_nodes: set[int] = set()
         """Numbers of the autograd nodes that backward has reached in this step."""
         self.ever_reached: set[int] = set()
+        self._retaining: list[tuple[int, set[int]]] = []
+        """Places in `noted` of calls of this step that keep graphs, with the numbers of their nodes."""
         self._updates, self.is_sharded = 0, False
         """Changes of parameters, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
         self._versions: dict[int, int] = {}
@@ -78,8 +81,12 @@ class Backwards:
         """Note that a step has ended."""
         self.reached.clear()
         self.reached_nodes.clear()
+        self._retaining.clear()
 
     def _reach(self, leaves: list[Tensor], nodes: set[int]) -> None:
+        for place, kept in self._retaining:
+            if not kept.isdisjoint(nodes):
+                self.noted[place] = replace(self.noted[place], retains_graph=False)
         self.reached_nodes |= nodes
         self.reached.update(map(id, leaves))
         self.ever_reached.update(map(id, leaves))
@@ -122,6 +129,8 @@ class Backwards:
             )
         )
         self._reach(leaves, nodes)
+        if retains_graph:
+            self._retaining.append((len(self.noted) - 1, nodes))
 
     def _reducing(self, leaves: set[int]) -> Iterator[str]:
         """The DDP models of whose parameters this backward reduces the gradients over ranks."""

@@ -41,6 +41,7 @@ class Backward:
     is_scaled: bool
     """Whether a loss is divided or multiplied by something."""
     retains_graph: bool
+    """Whether it keeps the graph, which no later backward of the step needs."""
     reduces: tuple[str, ...]
     """DDP models whose gradients it reduces over ranks."""
     zero_gradient_bytes: int

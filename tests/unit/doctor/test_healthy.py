@@ -107,6 +107,34 @@ def an_optimizer_that_steps_every_second_time() -> None:
             seldom.zero_grad()
 
 
+def losses_of_one_forward() -> None:
+    body, head = net(WIDTH), net()
+    optimizer = adam(body, head)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        hidden = body(x)
+        hidden.square().mean().backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(body.parameters(), 1.0)
+        functional.cross_entropy(head(hidden), y).backward()
+        optimizer.step()
+        del hidden
+
+
+def a_discriminator_that_retains_the_graph_of_the_generator() -> None:
+    generator, critic = net(WIDTH), net(1)
+    first, second = adam(critic), adam(generator)
+    for _ in range(8):
+        made = generator(batch()[0])
+        first.zero_grad()
+        (critic(batch()[0]).mean() - critic(made).mean()).backward(retain_graph=True)
+        first.step()
+        second.zero_grad()
+        critic(made).mean().backward()
+        second.step()
+        del made
+
+
 def entropy() -> None:
     model = net()
     optimizer = adam(model)
@@ -373,6 +401,8 @@ HEALTHY: list[Callable[[], None]] = [
     generator_before_discriminator,
     optimizers_in_turn,
     an_optimizer_that_steps_every_second_time,
+    losses_of_one_forward,
+    a_discriminator_that_retains_the_graph_of_the_generator,
     entropy,
     skipped_steps,
     adversarial_examples,
