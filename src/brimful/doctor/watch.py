@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -68,6 +69,8 @@ class _Graph:
     """Numbers of its autograd nodes; none for a recomputation, whose nodes no backward needs."""
     trains: bool
     """Whether the model is in training mode."""
+    backwards: int
+    """How often backward had run before it."""
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -138,6 +141,10 @@ class Watch:
         self._graphs: list[_Graph] = []
         self._evaluations: dict[str, UnusedGraph] = {}
         self._unused_graphs: dict[str, UnusedGraph] = {}
+        """Those in training mode."""
+        self._unused_calls = Counter[tuple[str, int]]()
+        """How many there are, by line and by how often backward had run."""
+        self._training_lines = set[str]()
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
         """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
@@ -227,7 +234,7 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
-        evaluations, unused_graphs = {**self._evaluations}, {**self._unused_graphs}
+        evaluations, unused_graphs = {**self._evaluations}, self._often_unused
         for late in () if evaluation is None else evaluation.unused:
             (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
@@ -360,7 +367,7 @@ class Watch:
             is_recomputed = torch._C._current_autograd_node() is not None
             first, end = self._first_node_of_call, torch._C._autograd._get_sequence_nr()
             nodes = range(first, first if is_recomputed else end)
-            self._graphs.append(_Graph(found, parameters, nodes, model.training))
+            self._graphs.append(_Graph(found, parameters, nodes, model.training, len(self._backwards.noted)))
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
@@ -543,11 +550,27 @@ class Watch:
             by_nodes = is_whole and bool(each.nodes)
             if not (nodes.isdisjoint(each.nodes) if by_nodes else leaves.isdisjoint(each.parameters)):
                 used.append(each)
+                self._training_lines.add(each.found.line)
+            elif each.trains:
+                self._unused_graphs[each.found.line] = each.found
+                self._unused_calls[each.found.line, each.backwards] += 1
             else:
-                (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found
+                self._evaluations[each.found.line] = each.found
         if used and not any(each.trains for each in used):
             self._in_evaluation_mode |= dict.fromkeys(each.found.line for each in used)
         self._graphs.clear()
+
+    @property
+    def _often_unused(self) -> dict[str, UnusedGraph]:
+        """Lines whose graphs no backward has used, by more than one call; of one that trains, in a row."""
+        calls = dict[str, list[int]]()
+        for (line, _), count in self._unused_calls.items():
+            calls.setdefault(line, []).append(count)
+        return {
+            line: found
+            for line, found in self._unused_graphs.items()
+            if (max if line in self._training_lines else sum)(calls[line]) > 1
+        }
 
     def _note_not_optimized(self) -> None:
         stepped = _ids_of_parameters(self._optimizers.values())
@@ -570,9 +593,10 @@ class Watch:
         self._backwards.noted = [replace(each, step=0) for each in self._backwards.noted]
         self._stepped = {*self._optimizers.keys()}
         self._held_in_forward, self._began = {}, None
-        for seen in (self._unused_graphs, self._evaluations, self._in_evaluation_mode, self._without_gradient):
+        for seen in (self._evaluations, self._in_evaluation_mode, self._without_gradient, self._models_in_steps):
             seen.clear()
-        self._models_in_steps.clear()
+        self._unused_graphs.clear()
+        self._unused_calls.clear()
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
             ops[place] = structs.replace(ops[place], step=0)

@@ -321,6 +321,30 @@ def a_step_that_is_skipped() -> None:
         optimizer.step()
 
 
+def a_recorded_step_that_is_skipped() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if number == 1:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+def a_forward_that_makes_the_layers() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(4))
+    model(batch()[0])
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def sparse_gradients() -> None:
     table = nn.Embedding(100, WIDTH, sparse=True)
     optimizer = torch.optim.SparseAdam(list(table.parameters()))
@@ -416,6 +440,8 @@ HEALTHY: list[Callable[[], None]] = [
     line_searches,
     shared_checkpoints,
     a_step_that_is_skipped,
+    a_recorded_step_that_is_skipped,
+    a_forward_that_makes_the_layers,
     sparse_gradients,
     sparse_variable,
     hooks_of_the_script,
