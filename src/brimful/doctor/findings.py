@@ -251,7 +251,8 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
     """A list or dict that has more tensors after each step."""
     for held, counts in seen.lasting:
         is_growing = len(counts) > 2 and all(first < second for first, second in pairwise(counts[-3:]))
-        if is_growing and not held.reaches_back:
+        is_more_than_numbers = held.size_bytes // held.count >= LEAST_VALUE_BYTES
+        if is_growing and is_more_than_numbers and not held.reaches_back:
             yield Finding(
                 what=f"{held.name} has more tensors after each step: {', '.join(map(str, counts))}",
                 change=_KEEP_NUMBERS,

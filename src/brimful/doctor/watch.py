@@ -23,6 +23,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch._higher_order_ops import utils as _hop_utils
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -46,7 +47,7 @@ from brimful.optimizers import parameters_of
 from brimful.profiling.timing import WaitsForCores
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
-from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
+from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
@@ -307,7 +308,8 @@ class Watch:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
         self._note_evaluation(model)
         if self._ends and id(model) not in self._models_in_steps:
-            parameters = [each for each in model.parameters() if each.layout is torch.strided]
+            weights = [each for each in model.parameters() if not isinstance(each, FakeTensor)]  # of an export
+            parameters = [each for each in weights if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
             if any(isinstance(each, DTensor) for each in parameters):
                 self._flags["sharded"] = None
@@ -325,8 +327,24 @@ class Watch:
         self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
-            own = storages_of_model(model)
-            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
+            self._held_in_forward = held_by_names(
+                sys._getframe(), self._start_of_step_before, [*self._own_tensors]
+            )
+
+    @property
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Parameters, their gradients and buffers of the models and optimizers."""
+        models = [model for _, model in self._ops.modules.alive()]
+        for parameters in (
+            *(each.parameters() for each in models),
+            *map(parameters_of, self._optimizers.values()),
+        ):
+            for parameter in parameters:
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+        for each in models:
+            yield from each.buffers()
 
     def _note_evaluation(self, model: nn.Module) -> None:
         """Skip the forwards of an evaluation without gradients after the first ones, but not what it leaves."""
@@ -593,7 +611,12 @@ class Watch:
         self._backwards.noted = [replace(each, step=0) for each in self._backwards.noted]
         self._stepped = {*self._optimizers.keys()}
         self._held_in_forward, self._began = {}, None
-        for seen in (self._evaluations, self._in_evaluation_mode, self._without_gradient, self._models_in_steps):
+        for seen in (
+            self._evaluations,
+            self._in_evaluation_mode,
+            self._without_gradient,
+            self._models_in_steps,
+        ):
             seen.clear()
         self._unused_graphs.clear()
         self._unused_calls.clear()

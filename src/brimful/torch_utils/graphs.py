@@ -32,12 +32,15 @@ def storage_key(tensor: Tensor) -> int | None:
         return None
 
 
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Names of the storages of tensors."""
+    found = {storage_key(each) for each in tensors if each.layout is torch.strided}
+    return {key for key in found if key is not None}
+
+
 def storages_of_model(model: nn.Module) -> set[int]:
     """Names of the storages of the parameters and buffers of a model."""
-    found = {
-        storage_key(each) for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided
-    }
-    return {key for key in found if key is not None}
+    return storages_of((*model.parameters(), *model.buffers()))
 
 
 def grad_fn_of(tensor: Any) -> Any:

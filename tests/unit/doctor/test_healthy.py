@@ -390,6 +390,62 @@ def bounded_buffer() -> None:
         optimizer.step()
 
 
+def losses_without_graphs_in_a_list() -> None:
+    model, losses = net(), []
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+
+def state_of_a_second_model() -> None:
+    generator, critic = net(WIDTH), net(1)
+    state = critic.state_dict()
+    both = adam(generator), adam(critic)
+    for _ in range(8):
+        with torch.no_grad():
+            made = generator(batch()[0])
+        both[1].zero_grad()
+        (critic(made).mean() - critic(batch()[0]).mean()).backward()
+        both[1].step()
+        both[0].zero_grad()
+        (-critic(generator(batch()[0])).mean()).backward()
+        both[0].step()
+        del made
+    assert state
+
+
+def gradients_of_each_sample() -> None:
+    model = net()
+    optimizer = adam(model)
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    for _ in range(8):
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, *batch())
+        for name, each in model.named_parameters():
+            each.grad = found[name].mean(0)
+        optimizer.step()
+
+
+def an_export_between_steps() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if number == 1:
+            torch.export.export(model, (x,))
+
+
 def variables_as_a_dict() -> None:
     width = 3
     options = locals()
@@ -446,6 +502,10 @@ HEALTHY: list[Callable[[], None]] = [
     sparse_variable,
     hooks_of_the_script,
     bounded_buffer,
+    losses_without_graphs_in_a_list,
+    state_of_a_second_model,
+    gradients_of_each_sample,
+    an_export_between_steps,
     variables_as_a_dict,
     memory_that_ran_out_and_was_caught,
 ]
