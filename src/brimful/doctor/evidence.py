@@ -145,6 +145,8 @@ class Evidence:
     """Bytes of parameters of models that run in steps and get no gradients, by name."""
     models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
+    batch_norms: tuple[str, ...] = ()
+    """Paths of BatchNorm modules in training mode; of a captured step, of all of them."""
     not_optimized: Mapping[str, int] = field(default_factory=dict)
     """Bytes of gradients of parameters that no optimizer steps, by name."""
     host_reads: Mapping[str, int] = field(default_factory=dict)
@@ -191,6 +193,7 @@ class Evidence:
             trace=trace,
             steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
             models=tuple(name for path, name in trace.module_classes if not path),
+            batch_norms=tuple(path for path, name in trace.module_classes if name.startswith("BatchNorm")),
         )
 
     @property

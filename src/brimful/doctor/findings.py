@@ -429,7 +429,7 @@ def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
 @check
 def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
     """BatchNorm under gradient accumulation."""
-    norms = [path for path, name in seen.evidence.trace.module_classes if name.startswith("BatchNorm")]
+    norms = seen.evidence.batch_norms
     if norms and seen.evidence.micro_batches > 1:
         yield Finding(
             what=f"{_some(norms)} normalise over micro-batches, not over the batch of a step",
@@ -440,10 +440,9 @@ def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
 @check
 def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
     """BatchNorm inside a checkpointed region, whose running statistics move twice."""
-    classes = dict(seen.evidence.trace.module_classes)
     again = (op for op in seen.last_step if op.recomputed and "batch_norm" in op.name)
     modules = {op.module for op in again if not op_kind(op.name).endswith("backward")}
-    norms = sorted(each for each in modules if classes.get(each, "").startswith("BatchNorm"))
+    norms = sorted(modules.intersection(seen.evidence.batch_norms))
     if norms:
         yield Finding(
             what=f"the running statistics of {_some(norms)} move twice in a step, as its forward runs again",

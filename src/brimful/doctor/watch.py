@@ -275,6 +275,7 @@ class Watch:
             softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,
             models=tuple(ops.modules.called),
+            batch_norms=tuple(ops.modules.batch_norms),
             not_optimized=dict(self._not_optimized),
             host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),

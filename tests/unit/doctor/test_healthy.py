@@ -261,6 +261,17 @@ def accumulated() -> None:
         optimizer.zero_grad()
 
 
+def frozen_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64).eval(), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = adam(model)
+    for _ in range(8):
+        for _ in range(4):
+            x, y = batch()
+            (functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def critics_with_a_gradient_penalty() -> None:
     generator, critic = net(WIDTH), net(1)
     of_generator, of_critic = adam(generator), adam(critic)
@@ -492,6 +503,7 @@ HEALTHY: list[Callable[[], None]] = [
     two_forwards_of_one_backward,
     episodes,
     accumulated,
+    frozen_batch_norm,
     critics_with_a_gradient_penalty,
     line_searches,
     shared_checkpoints,
