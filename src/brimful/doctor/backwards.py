@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from brimful.batches import tensors_in
 from brimful.doctor.evidence import Backward
 from brimful.doctor.recording import WatchedOps
-from brimful.torch_utils.graphs import is_scaled, reached_from
+from brimful.torch_utils.graphs import reached_from, scaling_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 
@@ -105,6 +105,7 @@ class Backwards:
         loses = any(id(each) in self.reached and each.grad is None for each in leaves) and not self.is_sharded
         zero_bytes = 0
         with ops.paused():
+            scalings = [*map(scaling_of, losses)]
             for leaf in leaves:
                 is_fresh = id(leaf) not in self.reached
                 if leaf.grad is None or leaf.grad.layout is not torch.strided:
@@ -121,7 +122,8 @@ class Backwards:
                 step=ops.position.step,
                 updates_before=self._updates,
                 leaves=hash(frozenset(map(id, leaves))),
-                is_scaled=any(map(is_scaled, losses)),
+                is_scaled=any(is_scaled for is_scaled, _ in scalings),
+                divisors=frozenset().union(*(divisors for _, divisors in scalings)),
                 retains_graph=retains_graph,
                 reduces=tuple(self._reducing({*map(id, leaves)})),
                 zero_gradient_bytes=zero_bytes,

@@ -39,7 +39,9 @@ class Backward:
     leaves: int
     """Stands for the parameters that it reaches: equal for equal ones."""
     is_scaled: bool
-    """Whether a loss is divided or multiplied by something."""
+    """Whether a loss is multiplied by something, or is a sum of samples, not a mean."""
+    divisors: frozenset[float]
+    """What a loss is divided by."""
     retains_graph: bool
     """Whether it keeps the graph, which no later backward of the step needs."""
     reduces: tuple[str, ...]

@@ -405,7 +405,11 @@ _lines_check(
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
     for line, calls in seen.evidence.accumulated.items():
-        if not seen.evidence.divides_gradients and not any(each.is_scaled for each in calls):
+        # Divisors that differ, such as numbers of tokens, make means.
+        is_scaled = any(each.is_scaled for each in calls) or calls[0].divisors.intersection(
+            *(each.divisors for each in calls)
+        )
+        if not seen.evidence.divides_gradients and not is_scaled:
             count = len(calls)
             yield Finding(
                 what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",

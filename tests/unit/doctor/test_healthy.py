@@ -261,6 +261,31 @@ def accumulated() -> None:
         optimizer.zero_grad()
 
 
+def sums_of_tasks() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        for task in range(3):
+            functional.cross_entropy(model(x + task), y, reduction="sum").backward()
+        for task in range(3):
+            (-model(x + task).log_softmax(-1)[:, 0].sum()).backward()
+        optimizer.step()
+
+
+def divided_by_the_tokens_of_a_step() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        batches = [batch() for _ in range(4)]
+        tokens = torch.stack([y != 0 for _, y in batches]).sum()
+        for x, y in batches:
+            (functional.cross_entropy(model(x), y, ignore_index=0, reduction="sum") / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def frozen_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64).eval(), nn.ReLU(), nn.Linear(64, 4))
     optimizer = adam(model)
@@ -503,6 +528,8 @@ HEALTHY: list[Callable[[], None]] = [
     two_forwards_of_one_backward,
     episodes,
     accumulated,
+    sums_of_tasks,
+    divided_by_the_tokens_of_a_step,
     frozen_batch_norm,
     critics_with_a_gradient_penalty,
     line_searches,
