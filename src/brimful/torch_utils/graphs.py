@@ -84,7 +84,7 @@ def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:
 
 def scaling_of(loss: Any) -> tuple[bool, set[float]]:
     """Whether a loss is multiplied or is a sum of samples, and by what it, or a part of its sum, is divided."""
-    left, seen, divisors = [grad_fn_of(loss)], set[Any](), set[float]()
+    left, seen, divisors = [grad_fn_of(loss)], set[Any](), set[Any]()
     is_mean = is_sum = False
     while left:
         node = left.pop()

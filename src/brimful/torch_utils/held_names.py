@@ -51,8 +51,8 @@ class Holding:
 def held_by_names(frame: FrameType | None, first_node: int, own: Collection[Tensor] = ()) -> dict[str, Holding]:
     """What names hold, in the calling functions of the user's code from `frame` on, and in their modules.
 
-    Parameters and gradients are not among it, nor tensors of the storages of `own`, those of models. `first_node` is the number of
-    the first autograd node of the step before this one.
+    Parameters and gradients are not among it, nor tensors of the storages of `own`, those of models.
+    `first_node` is the number of the first autograd node of the step before this one.
     """
     shapes = {each.shape for each in own}
     return {
