@@ -440,7 +440,7 @@ def losses_without_graphs_in_a_list() -> None:
 
 def state_of_a_second_model() -> None:
     generator, critic = net(WIDTH), net(1)
-    state = critic.state_dict()
+    state = generator.state_dict()
     both = adam(generator), adam(critic)
     for _ in range(8):
         with torch.no_grad():
