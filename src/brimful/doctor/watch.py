@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch._higher_order_ops import utils as _hop_utils
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -46,7 +48,7 @@ from brimful.optimizers import parameters_of
 from brimful.profiling.timing import WaitsForCores
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
-from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
+from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
@@ -69,6 +71,8 @@ class _Graph:
     """Numbers of its autograd nodes; none for a recomputation, whose nodes no backward needs."""
     trains: bool
     """Whether the model is in training mode."""
+    backwards: int
+    """How often backward had run before it."""
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -139,6 +143,10 @@ class Watch:
         self._graphs: list[_Graph] = []
         self._evaluations: dict[str, UnusedGraph] = {}
         self._unused_graphs: dict[str, UnusedGraph] = {}
+        """Those in training mode."""
+        self._unused_calls = Counter[tuple[str, int]]()
+        """How many there are, by line and by how often backward had run."""
+        self._training_lines = set[str]()
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
         """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
@@ -236,7 +244,7 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
-        evaluations, unused_graphs = {**self._evaluations}, {**self._unused_graphs}
+        evaluations, unused_graphs = {**self._evaluations}, self._often_unused
         for late in () if evaluation is None else evaluation.unused:
             (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
@@ -276,6 +284,7 @@ class Watch:
             softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,
             models=tuple(ops.modules.called),
+            batch_norms=tuple(ops.modules.batch_norms),
             not_optimized=dict(self._not_optimized),
             host_reads=dict(ops.host_reads),
             cache_flushes=dict(self._cache_flushes),
@@ -309,7 +318,8 @@ class Watch:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
         self._note_evaluation(model)
         if self._ends and id(model) not in self._models_in_steps:
-            parameters = [each for each in model.parameters() if each.layout is torch.strided]
+            weights = [each for each in model.parameters() if not isinstance(each, FakeTensor)]  # of an export
+            parameters = [each for each in weights if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
             if any(isinstance(each, DTensor) for each in parameters):
                 self._flags["sharded"] = None
@@ -327,8 +337,24 @@ class Watch:
         self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
-            own = storages_of_model(model)
-            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
+            self._held_in_forward = held_by_names(
+                sys._getframe(), self._start_of_step_before, [*self._own_tensors]
+            )
+
+    @property
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Parameters, their gradients and buffers of the models and optimizers."""
+        models = [model for _, model in self._ops.modules.alive()]
+        for parameters in (
+            *(each.parameters() for each in models),
+            *map(parameters_of, self._optimizers.values()),
+        ):
+            for parameter in parameters:
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+        for each in models:
+            yield from each.buffers()
 
     def _note_evaluation(self, model: nn.Module) -> None:
         """Skip the forwards of an evaluation without gradients after the first ones, but not what it leaves."""
@@ -369,7 +395,7 @@ class Watch:
             is_recomputed = torch._C._current_autograd_node() is not None
             first, end = self._first_node_of_call, torch._C._autograd._get_sequence_nr()
             nodes = range(first, first if is_recomputed else end)
-            self._graphs.append(_Graph(found, parameters, nodes, model.training))
+            self._graphs.append(_Graph(found, parameters, nodes, model.training, len(self._backwards.noted)))
 
     def _before_backward(self) -> bool:
         """Whether a backward is to be noted."""
@@ -553,11 +579,27 @@ class Watch:
             by_nodes = is_whole and bool(each.nodes)
             if not (nodes.isdisjoint(each.nodes) if by_nodes else leaves.isdisjoint(each.parameters)):
                 used.append(each)
+                self._training_lines.add(each.found.line)
+            elif each.trains:
+                self._unused_graphs[each.found.line] = each.found
+                self._unused_calls[each.found.line, each.backwards] += 1
             else:
-                (self._unused_graphs if each.trains else self._evaluations)[each.found.line] = each.found
+                self._evaluations[each.found.line] = each.found
         if used and not any(each.trains for each in used):
             self._in_evaluation_mode |= dict.fromkeys(each.found.line for each in used)
         self._graphs.clear()
+
+    @property
+    def _often_unused(self) -> dict[str, UnusedGraph]:
+        """Lines whose graphs no backward has used, by more than one call; of one that trains, in a row."""
+        calls = dict[str, list[int]]()
+        for (line, _), count in self._unused_calls.items():
+            calls.setdefault(line, []).append(count)
+        return {
+            line: found
+            for line, found in self._unused_graphs.items()
+            if (max if line in self._training_lines else sum)(calls[line]) > 1
+        }
 
     def _note_not_optimized(self) -> None:
         stepped = _ids_of_parameters(self._optimizers.values())
@@ -580,9 +622,15 @@ class Watch:
         self._backwards.noted = [replace(each, step=0) for each in self._backwards.noted]
         self._stepped = {*self._optimizers.keys()}
         self._held_in_forward, self._began = {}, None
-        for seen in (self._unused_graphs, self._evaluations, self._in_evaluation_mode, self._without_gradient):
+        for seen in (
+            self._evaluations,
+            self._in_evaluation_mode,
+            self._without_gradient,
+            self._models_in_steps,
+        ):
             seen.clear()
-        self._models_in_steps.clear()
+        self._unused_graphs.clear()
+        self._unused_calls.clear()
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
             ops[place] = structs.replace(ops[place], step=0)

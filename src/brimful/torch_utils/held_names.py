@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.torch_utils.graphs import ages_of, storage_key
+from brimful.torch_utils.graphs import ages_of, storage_key, storages_of
 from brimful.torch_utils.lines import is_users_own, shown_file
 
 _MOST_ENTRIES = 10_000
@@ -43,20 +43,21 @@ class Holding:
     has_graph: bool
     """Whether any of them has a graph."""
     is_state: bool
-    """Whether it is a dict of weights by name, such as a `state_dict`."""
+    """Whether it is a dict of weights by name, such as a `state_dict`, shaped as those of the models."""
     reaches_back: bool
     """Whether a graph of this step or the one before leads to nodes of a step before those."""
 
 
-def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int] = ()) -> dict[str, Holding]:
+def held_by_names(frame: FrameType | None, first_node: int, own: Collection[Tensor] = ()) -> dict[str, Holding]:
     """What names hold, in the calling functions of the user's code from `frame` on, and in their modules.
 
-    Parameters and gradients are not among it, nor tensors of the storages `own`. `first_node` is the number of
-    the first autograd node of the step before this one.
+    Parameters and gradients are not among it, nor tensors of the storages of `own`, those of models.
+    `first_node` is the number of the first autograd node of the step before this one.
     """
+    shapes = {each.shape for each in own}
     return {
-        name: _holding(name, line, held, tensors, first_node)
-        for name, line, held, tensors in tensors_of_names(frame, own)
+        name: _holding(name, line, held, tensors, first_node, shapes)
+        for name, line, held, tensors in tensors_of_names(frame, storages_of(own))
     }
 
 
@@ -181,7 +182,9 @@ def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
     return [each for each in found if (key := storage_key(each)) is not None and key not in own]
 
 
-def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node: int) -> Holding:
+def _holding(
+    name: str, line: str, held: Any, tensors: list[Tensor], first_node: int, shapes: set[torch.Size]
+) -> Holding:
     ages = ages_of(tensors)
     return Holding(
         name=name,
@@ -189,18 +192,19 @@ def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node:
         count=len(tensors),
         size_bytes=sum({storage_key(each): each.nbytes for each in tensors}.values()),
         has_graph=ages is not None,
-        is_state=_is_state(held),
+        is_state=_is_state(held, shapes),
         reaches_back=ages is not None and ages[0] < first_node <= ages[1],
     )
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a dict, or one in it, has weights by name, such as "layer.weight"."""
+def _is_state(value: Any, shapes: set[torch.Size]) -> bool:
+    """Whether a dict, or one in it, has weights of some of the shapes by name, such as "layer.weight"."""
     if not issubclass(type(value), dict):
         return False
     dicts = (each for each in (value, *value.values()) if issubclass(type(each), dict))
     entries = (entry for each in dicts for entry in each.items())
-    return any(str(key).endswith(".weight") and isinstance(entry, Tensor) for key, entry in entries)
+    named = (entry for key, entry in entries if str(key).endswith(".weight") and isinstance(entry, Tensor))
+    return any(each.shape in shapes for each in named)
 
 
 @cache

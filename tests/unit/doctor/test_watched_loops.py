@@ -22,7 +22,7 @@ import brimful as bf
 from brimful.doctor import Watch, recording, watched_document, watched_text
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import findings
-from brimful.torch_utils.graphs import grad_fn_of, is_scaled
+from brimful.torch_utils.graphs import grad_fn_of, scaling_of
 from brimful.torch_utils.held_names import held_by_names
 from brimful.torch_utils.lines import shown_file
 from brimful.trace import Phase
@@ -260,7 +260,7 @@ def test_the_sum_of_many_paths_is_looked_through_once() -> None:
     loss = torch.ones(4, 1, requires_grad=True) * 1
     for _ in range(200):
         loss = loss + loss.mean(0, keepdim=True)
-    assert is_scaled(loss.sum())
+    assert scaling_of(loss.sum()) == (True, set())
 
 
 def test_a_view_whose_base_has_changed_has_no_known_maker() -> None:
