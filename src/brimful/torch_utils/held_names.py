@@ -64,19 +64,21 @@ def held_by_names(frame: FrameType | None, first_node: int, own: Collection[Tens
 def tensors_of_names(
     frame: FrameType | None, own: Collection[int] = (), is_meant: Callable[[str], object] = is_users_own
 ) -> Iterator[tuple[str, str, Any, list[Tensor]]]:
-    """Names that `held_by_names` looks at, each once, with the line that adds to it, its value and tensors.
+    """Names that `held_by_names` looks at, one of each value, with the line that adds to it, value and tensors.
 
     They are those of code in files that are meant, and of the user's modules.
     """
-    found = set[str]()
+    found, values = set[str](), set[int]()
     while frame is not None:
         file = frame.f_code.co_filename
         if is_meant(file):
             names_of_module = frame.f_globals if is_users_own(file) else {}
             for name, value in (*locals_of(frame).items(), *names_of_module.items()):
                 for shown, held, written in _of_name(name, value, is_meant):
-                    if shown not in found and (tensors := _tensors(held, own)):
+                    is_new = shown not in found and id(held) not in values
+                    if is_new and (tensors := _tensors(held, own)):
                         found.add(shown)
+                        values.add(id(held))
                         yield shown, _line(frame.f_code, written), held, tensors
         frame = frame.f_back
 

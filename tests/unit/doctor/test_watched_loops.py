@@ -407,7 +407,8 @@ def test_what_an_object_of_a_trainer_keeps_is_found() -> None:
             self.optimizer.step()
             self.meter.update(loss)
 
-    (found,) = findings(watched(OwnTrainer().step))
+    trainer = OwnTrainer()  # a second name
+    (found,) = findings(watched(trainer.step))
     assert found.check == "history-kept"
     assert found.what.startswith("self.meter.sum keeps the graphs")
     assert linecache.getline(__file__, int(found.line.split(":")[1])).strip() == "self.sum = self.sum + value"
