@@ -292,18 +292,30 @@ def evaluation_gathered(source: Source) -> Iterator[Finding]:
     """A `Trainer` that keeps all logits of an evaluation on the device, for tokens or pixels."""
     if any(word in source.text for word in _KEEP_LESS) or not _OF_TOKENS_OR_PIXELS.search(source.text):
         return
-    metrics = [keyword(call, "compute_metrics") for call in source.calls if called(call).endswith("Trainer")]
-    if all(each is None or is_constant(each, None) for each in metrics):
-        return
-    for call in source.calls_of("TrainingArguments", "Seq2SeqTrainingArguments"):
+    for call in _arguments_of_measured(source):
         given = {each.arg for each in call.keywords}
         generates = is_constant(keyword(call, "predict_with_generate"), True)
-        if source.full_name(call.func).startswith("transformers.") and None not in given and not generates:
+        is_known = source.full_name(call.func) in (
+            "transformers.TrainingArguments",
+            "transformers.Seq2SeqTrainingArguments",
+        )
+        if is_known and None not in given and not generates:
             yield Finding(
                 what="evaluation keeps the logits of all samples on the device, for compute_metrics",
                 change="eval_accumulation_steps=1; or preprocess_logits_for_metrics that keeps .argmax(-1)",
                 line=source.line(call),
             )
+
+
+def _arguments_of_measured(source: Source) -> Iterator[ast.Call]:
+    """What makes the arguments of a `Trainer` that has `compute_metrics`."""
+    for trainer in source.calls:
+        metrics = keyword(trainer, "compute_metrics")
+        if not called(trainer).endswith("Trainer") or metrics is None or is_constant(metrics, None):
+            continue
+        for given in (*trainer.args[1:2], keyword(trainer, "args")):
+            made = [given, *(each.value for each in source.bindings(name_of(given), trainer))]
+            yield from (each for each in made if isinstance(each, ast.Call))
 
 
 _KEEP_LESS = (
@@ -401,8 +413,10 @@ def gradients_kept(source: Source) -> Iterator[Finding]:
     names = {each.attr for each in source.nodes if isinstance(each, ast.Attribute)}
     if names & {"CUDAGraph", "grad"}:
         return  # a graph needs gradients at fixed addresses, and other code may need some that are not None
+    trained = {source.function_of(each) for each in source.calls_of("backward")}
     for call in source.calls_of("zero_grad"):
-        if is_constant(keyword(call, "set_to_none"), False):
+        is_of_training = source.loop_of(call) is not None or source.function_of(call) in trained
+        if is_of_training and is_constant(keyword(call, "set_to_none"), False):
             yield Finding(
                 what="gradients of the step before take memory during the forward",
                 change="zero_grad(set_to_none=True), the default",

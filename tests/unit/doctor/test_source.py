@@ -154,6 +154,7 @@ HARMLESS = [
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
     ("with torch.no_grad():", "with torch.inference_mode():"),
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
+    ("def evaluate():", "def clear():\n    optimizer.zero_grad(set_to_none=False)\n\ndef evaluate():"),
     ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
     ("zero_grad()", "zero_grad(set_to_none=True)"),
     ("enumerate(batches)", "enumerate(test_time_loader)"),
@@ -232,6 +233,7 @@ def test_every_check_has_a_planted_fault() -> None:
     ("old", "new"),
     [
         ("compute_metrics=accuracy", "compute_metrics=None"),
+        ("Trainer(model, options", "Trainer(model, others"),
         ("GPT2LMHeadModel", "BertForSequenceClassification"),
         (', eval_strategy="epoch"', ", **options"),
         (', eval_strategy="epoch"', ", predict_with_generate=True"),
