@@ -184,7 +184,7 @@ class Source:
     @cached_property
     def _definitions(self) -> dict[str, list[ast.AST]]:
         """Functions and classes by their names."""
-        found = defaultdict(list)
+        found: dict[str, list[ast.AST]] = defaultdict(list)
         for node in self.nodes:
             if isinstance(node, Function | ast.ClassDef):
                 found[node.name].append(node)

@@ -236,8 +236,9 @@ def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
         if loop is None or name not in source.models or source.is_without_graph(call):
             continue
         evaluates = _is_in_evaluation_mode(source, call, name) or _is_over_evaluation_data(loop)
-        may_be_frozen = "requires_grad" in ast.unparse(source.function_of(call))
-        if evaluates and not may_be_frozen and not _has_backward(source, loop):
+        if not evaluates or _has_backward(source, loop):
+            continue
+        if "requires_grad" not in ast.unparse(source.function_of(call)):
             found.setdefault(loop, call)
     for call in found.values():
         yield known_fault("evaluation-with-gradients", source.line(call))
