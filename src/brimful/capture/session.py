@@ -51,6 +51,7 @@ from brimful.distributed.fsdp import Sharded
 from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
+from brimful.execution.random_state import unseen
 from brimful.job import Batch, Job
 from brimful.settings import Compile, Settings
 from brimful.torch_utils.held_values import HeldValues
@@ -198,9 +199,12 @@ class CaptureSession:
 
     @contextmanager
     def _holding(self) -> Iterator[None]:
-        """Restore what closures and globals held when the context closes, also where the step raised."""
+        """Restore what closures and globals held when the context closes, also where the step raised.
+
+        Who watches a script sees nothing of a capture, which may check the script's own step.
+        """
         try:
-            with deep_stack():
+            with unseen(), deep_stack():
                 yield
         finally:
             self._held.restore()

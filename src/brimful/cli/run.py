@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -111,7 +112,9 @@ def run(
         if ran.shows_report and os.getpid() == process and not has_ended:  # not in a fork that exits
             _show(ran, shown, *(_own_file(each, ran.own_task) for each in (file, *timelines)))
     if ran.is_interrupted:
-        atexit._run_exitfuncs()  # as Python does; the signal ends this process without
+        with suppress(KeyboardInterrupt):
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()  # as Python does both; the signal ends this process without
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -14,8 +14,6 @@ from brimful.utils.quantities import MIB
 
 KEPT_BLOCKS = 8
 """Blocks of one line from which they are a growth. A choice."""
-FRAGMENTED_FRACTION = 0.2
-"""Fraction of the reserved memory that is free inside of segments from which it is a finding. A choice."""
 LATE_FRACTION = 0.05
 """Fraction of the reserved memory that waits for other streams from which it is a finding. A choice."""
 _LARGE_SEGMENT_BYTES = 20 * MIB
@@ -110,7 +108,7 @@ def _device_use(snapshot: Snapshot, device: int) -> DeviceUse:
     free_inside_bytes = sum(free)
     found = [
         *history.growths(),
-        *(() if expands else _fragmented(segments, free, reserved_bytes, history.ran_out)),
+        *(() if expands else _fragmented(segments, free, history.ran_out)),
         *_late(late_bytes, reserved_bytes),
     ]
     return DeviceUse(
@@ -226,21 +224,17 @@ def _change(event: TraceEvent) -> int:
     return {"alloc": event.size, "free_requested": -event.size}.get(event.action, 0)
 
 
-def _fragmented(
-    segments: list[Segment], free: list[int], reserved_bytes: int, ran_out: tuple[RanOut, ...]
-) -> Iterator[Finding]:
-    """Much that is free in segments of fixed sizes, where nothing fits that is asked for."""
+def _fragmented(segments: list[Segment], free: list[int], ran_out: tuple[RanOut, ...]) -> Iterator[Finding]:
+    """Memory ran out for what the free blocks hold together, and none of them alone."""
     size_bytes = sum(free)
-    refused = any(max(free, default=0) < each.asked_bytes <= size_bytes for each in ran_out)
-    is_much = size_bytes >= FRAGMENTED_FRACTION * reserved_bytes and size_bytes >= _LARGE_SEGMENT_BYTES
-    if not (is_much or refused):
+    if not any(max(free, default=0) < each.asked_bytes <= size_bytes for each in ran_out):
         return
     sizes = sorted(each.total_size for each in segments if each.total_size > _LARGE_SEGMENT_BYTES)
     middle = median(sizes) if sizes else 0
     alike = {size for size in sizes if abs(size - middle) <= _ALIKE_FRACTION * middle}
     lengths = f", as of batches of {len(alike)} nearly equal sizes" if len(alike) > 3 else ""
     yield Finding(
-        what=f"{len(free)} free blocks lie between tensors and are too small for what is asked for{lengths}",
+        what=f"{len(free)} free blocks lie between tensors and are too small for what was asked for{lengths}",
         change="PYTORCH_ALLOC_CONF=expandable_segments:True, or batches of a few lengths",
         size_bytes=size_bytes,
         check="fragmented",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from brimful.batches import tensors_in
 from brimful.doctor.evidence import Backward
 from brimful.doctor.recording import WatchedOps
-from brimful.torch_utils.graphs import is_scaled, reached_from
+from brimful.torch_utils.graphs import reached_from, scaling_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 
@@ -28,12 +29,16 @@ class Backwards:
         self.reached_nodes: set[int] = set()
         """Numbers of the autograd nodes that backward has reached in this step."""
         self.ever_reached: set[int] = set()
+        self._retaining: list[tuple[int, set[int]]] = []
+        """Places in `noted` of calls of this step that keep graphs, with the numbers of their nodes."""
         self._updates, self.is_sharded = 0, False
-        """Calls of optimizers, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
+        """Changes of parameters, and whether FSDP keeps gradients elsewhere than at what backward reaches."""
+        self._versions: dict[int, int] = {}
+        """Version of each leaf when backward reached it last, by id."""
         self.adding: dict[str, None] = {}
         """Lines of backward that add to gradients which an optimizer has used, and will use again."""
         self._used: dict[int, str] = {}
-        """Parameters whose gradients have parts of earlier steps, by id, with the line that adds to them."""
+        """Parameters whose gradients an optimizer has used, by id, with the line that adds to them, or ""."""
 
     @contextmanager
     def following(self, before: Callable[[], bool]) -> Iterator[None]:
@@ -68,15 +73,20 @@ class Backwards:
         """Note that an optimizer steps parameters with the gradients that they have now."""
         self._updates += 1
         for parameter in parameters:
-            if (line := self._used.pop(id(parameter), None)) is not None:
+            if line := self._used.get(id(parameter)):
                 self.adding.setdefault(line)
+            self._used[id(parameter)] = ""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
         self.reached.clear()
         self.reached_nodes.clear()
+        self._retaining.clear()
 
     def _reach(self, leaves: list[Tensor], nodes: set[int]) -> None:
+        for place, kept in self._retaining:
+            if not kept.isdisjoint(nodes):
+                self.noted[place] = replace(self.noted[place], retains_graph=False)
         self.reached_nodes |= nodes
         self.reached.update(map(id, leaves))
         self.ever_reached.update(map(id, leaves))
@@ -89,9 +99,14 @@ class Backwards:
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves, nodes)
             return
+        versions = {id(each): each._version for each in leaves}
+        # By hand, as to the weights nearby of sharpness-aware minimization.
+        self._updates += any(self._versions.get(key, now) != now for key, now in versions.items())
+        self._versions |= versions
         loses = any(id(each) in self.reached and each.grad is None for each in leaves) and not self.is_sharded
         zero_bytes = 0
         with ops.paused():
+            scalings = [*map(scaling_of, losses)]
             for leaf in leaves:
                 is_fresh = id(leaf) not in self.reached
                 if leaf.grad is None or leaf.grad.layout is not torch.strided:
@@ -100,7 +115,7 @@ class Backwards:
                     if not bool(leaf.grad.any()):
                         self._used.pop(id(leaf), None)
                         zero_bytes += leaf.grad.nbytes * is_fresh
-                    elif is_fresh and ops.position.step > 0:
+                    elif is_fresh and id(leaf) in self._used:
                         self._used[id(leaf)] = line
         self.noted.append(
             Backward(
@@ -108,7 +123,8 @@ class Backwards:
                 step=ops.position.step,
                 updates_before=self._updates,
                 leaves=hash(frozenset(map(id, leaves))),
-                is_scaled=any(map(is_scaled, losses)),
+                is_scaled=any(is_scaled for is_scaled, _ in scalings),
+                divisors=frozenset().union(*(divisors for _, divisors in scalings)),
                 retains_graph=retains_graph,
                 reduces=tuple(self._reducing({*map(id, leaves)})),
                 zero_gradient_bytes=zero_bytes,
@@ -116,6 +132,8 @@ class Backwards:
             )
         )
         self._reach(leaves, nodes)
+        if retains_graph:
+            self._retaining.append((len(self.noted) - 1, nodes))
 
     def _reducing(self, leaves: set[int]) -> Iterator[str]:
         """The DDP models of whose parameters this backward reduces the gradients over ranks."""

@@ -35,12 +35,15 @@ class Backward:
     line: str
     step: int
     updates_before: int
-    """How often any optimizer has stepped before it."""
+    """How often an optimizer, or the loop by hand, has changed parameters before it."""
     leaves: int
     """Stands for the parameters that it reaches: equal for equal ones."""
     is_scaled: bool
-    """Whether a loss is divided or multiplied by something."""
+    """Whether a loss is multiplied by something, or is a sum of samples, not a mean."""
+    divisors: frozenset[float]
+    """What a loss is divided by."""
     retains_graph: bool
+    """Whether it keeps the graph, which no later backward of the step needs."""
     reduces: tuple[str, ...]
     """DDP models whose gradients it reduces over ranks."""
     zero_gradient_bytes: int
@@ -99,10 +102,17 @@ class Failure:
 
 
 def _between_updates(calls: Iterable[Backward]) -> dict[tuple[str, int], list[Backward]]:
-    """Calls of one line and of the same parameters without an optimizer's step between them."""
+    """Calls of one line and of the same parameters without a change of parameters between them.
+
+    Calls whose gradients are gone when another line adds its own, as those of an attack, are none.
+    """
     groups: dict[tuple[str, int, int], list[Backward]] = defaultdict(list)
     for each in calls:
-        groups[each.line, each.leaves, each.updates_before].append(each)
+        key = each.line, each.leaves, each.updates_before
+        for other in [*groups] if each.loses_gradients else ():
+            if other != key and other[2] == each.updates_before:
+                del groups[other]
+        groups[key].append(each)
     found: dict[tuple[str, int], list[Backward]] = {}
     for (line, leaves, _), group in groups.items():
         found[line, leaves] = max(found.get((line, leaves), []), group, key=len)
@@ -116,6 +126,10 @@ _LACKING = {
 }
 """What the figures lack, by flag."""
 _NO_STEP = "no optimizer of torch.optim stepped while recording ran, so the figures are of all that ran"
+_NOT_NAMED = (
+    "memory grows, and no name that was looked at keeps more, of variables, containers and objects in objects: "
+    "look into deeper ones, into libraries, and at the state of the optimizer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +173,8 @@ class Evidence:
     """Bytes of parameters of models that run in steps and get no gradients, by name."""
     models: tuple[str, ...] = ()
     """Classes of the models that the run calls, wrappers included."""
+    batch_norms: tuple[str, ...] = ()
+    """Paths of BatchNorm modules in training mode; of a captured step, of all of them."""
     not_optimized: Mapping[str, int] = field(default_factory=dict)
     """Bytes of gradients of parameters that no optimizer steps, by name; but for `not_optimized_models`."""
     not_optimized_models: tuple[NotOptimized, ...] = ()
@@ -191,7 +207,19 @@ class Evidence:
             *([_NO_STEP] if has_no_step else ()),
             *caught,
             *lacking,
+            *([_NOT_NAMED] if self._grows_unnamed else ()),
             *([f"{busy}: steps may be quicker without it"] if busy else ()),
+        )
+
+    @property
+    def _grows_unnamed(self) -> bool:
+        """Whether live memory grows, and no name holds more than before, or graphs of earlier steps."""
+        if not self.growth_bytes or self.growth_bytes < 0:
+            return False
+        before, last = (each.held for each in self.steps[-2:])
+        return not any(
+            held.reaches_back or name not in before or held.size_bytes > before[name].size_bytes
+            for name, held in last.items()
         )
 
     input_shapes: int = 0
@@ -218,11 +246,12 @@ class Evidence:
             trace=trace,
             steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
             models=tuple(name for path, name in trace.module_classes if not path),
+            batch_norms=tuple(path for path, name in trace.module_classes if name.startswith("BatchNorm")),
         )
 
     @property
     def repeated(self) -> dict[str, list[Backward]]:
-        """Calls of backward of the last recorded step that accumulate gradients, by line.
+        """Calls of backward of the last recorded step that are to accumulate gradients, by line.
 
         They are those of one line and of the same parameters, as often in the step before.
         """
@@ -233,9 +262,18 @@ class Evidence:
         return {key[0]: calls for key, calls in now.items() if 1 < len(calls) == len(before.get(key, ()))}
 
     @property
+    def accumulated(self) -> dict[str, list[Backward]]:
+        """Calls of backward of the last recorded step whose gradients add up, by line."""
+        return {
+            line: calls
+            for line, calls in self.repeated.items()
+            if not any(each.loses_gradients for each in calls[1:])
+        }
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, as far as calls of backward show them; at least 1."""
-        return max(map(len, self.repeated.values()), default=1)
+        return max(map(len, self.accumulated.values()), default=1)
 
     @property
     def growth_bytes(self) -> int | None:

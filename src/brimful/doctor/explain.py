@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from brimful.errors import CallError
 from brimful.execution.out_of_memory import explain
 from brimful.torch_utils.forward_lines import record_again, recorded_lines
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _MOST_EVENTS = 100_000
 """Allocations that a snapshot keeps. A choice: some steps of a model."""
 
@@ -52,6 +55,17 @@ class explain_out_of_memory(ContextDecorator):  # noqa: N801  # it is used as a 
         """Number of the first autograd node of the running step."""
         self._handled: BaseException | None = None
         """The error that was being handled before."""
+
+    def __call__(self, function: Function) -> Function:
+        """The function in the context; CallError for one whose call returns before its body runs."""
+        returns_early = (isgeneratorfunction, isasyncgenfunction, iscoroutinefunction)
+        if any(each(function) for each in returns_early):
+            raise CallError(
+                f"explain_out_of_memory cannot decorate {function.__qualname__}: a call of a generator or an "
+                "async function returns before its body runs. Write `with bf.explain_out_of_memory():` around "
+                "the loop over it, or around what awaits it."
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> Self:
         return type(self)(snapshot=self._snapshot)

@@ -251,7 +251,8 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
     """A list or dict that has more tensors after each step."""
     for held, counts in seen.lasting:
         is_growing = len(counts) > 2 and all(first < second for first, second in pairwise(counts[-3:]))
-        if is_growing and not held.reaches_back:
+        is_more_than_numbers = held.size_bytes // held.count >= LEAST_VALUE_BYTES
+        if is_growing and is_more_than_numbers and not held.reaches_back:
             yield Finding(
                 what=f"{held.name} has more tensors after each step: {', '.join(map(str, counts))}",
                 change=_KEEP_NUMBERS,
@@ -401,14 +402,22 @@ def not_optimized(seen: Seen) -> Iterator[Finding]:
         )
 
 
-_lines_check("graph-retained", lambda seen: {each.line: 1 for each in seen.backwards if each.retains_graph})
+# What seems the end of the first step may be that of another optimizer, whose backward uses the graph.
+_lines_check(
+    "graph-retained",
+    lambda seen: {each.line: 1 for each in seen.backwards if each.retains_graph and each.step > 0},
+)
 
 
 @check
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
-    for line, calls in seen.evidence.repeated.items():
-        if not seen.evidence.divides_gradients and not any(each.is_scaled for each in calls):
+    for line, calls in seen.evidence.accumulated.items():
+        # Divisors that differ, such as numbers of tokens, make means.
+        is_scaled = any(each.is_scaled for each in calls) or calls[0].divisors.intersection(
+            *(each.divisors for each in calls)
+        )
+        if not seen.evidence.divides_gradients and not is_scaled:
             count = len(calls)
             yield Finding(
                 what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",
@@ -420,7 +429,7 @@ def not_normalized(seen: Seen) -> Iterator[Finding]:
 @check
 def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
     """Gradients of micro-batches that ranks reduce one by one."""
-    for line, calls in seen.evidence.repeated.items():
+    for line, calls in seen.evidence.accumulated.items():
         if all(each.reduces for each in calls):
             yield Finding(
                 what=f"ranks reduce gradients {len(calls)} times in a step",
@@ -432,7 +441,7 @@ def reduced_in_every_micro_batch(seen: Seen) -> Iterator[Finding]:
 @check
 def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
     """BatchNorm under gradient accumulation."""
-    norms = [path for path, name in seen.evidence.trace.module_classes if name.startswith("BatchNorm")]
+    norms = seen.evidence.batch_norms
     if norms and seen.evidence.micro_batches > 1:
         yield Finding(
             what=f"{_some(norms)} normalise over micro-batches, not over the batch of a step",
@@ -443,10 +452,9 @@ def batch_norm_of_micro_batches(seen: Seen) -> Iterator[Finding]:
 @check
 def batch_norm_recomputed(seen: Seen) -> Iterator[Finding]:
     """BatchNorm inside a checkpointed region, whose running statistics move twice."""
-    classes = dict(seen.evidence.trace.module_classes)
     again = (op for op in seen.last_step if op.recomputed and "batch_norm" in op.name)
     modules = {op.module for op in again if not op_kind(op.name).endswith("backward")}
-    norms = sorted(each for each in modules if classes.get(each, "").startswith("BatchNorm"))
+    norms = sorted(modules.intersection(seen.evidence.batch_norms))
     if norms:
         yield Finding(
             what=f"the running statistics of {_some(norms)} move twice in a step, as its forward runs again",

@@ -76,6 +76,8 @@ class CalledModules(ModuleCalls):
         self.is_paused = False
         self.called: list[str] = []
         """Classes of the models that were called, in the order of their first calls."""
+        self.batch_norms: dict[str, None] = {}
+        """Paths of the BatchNorm modules that ran in training mode."""
         self._models: dict[str, weakref.ref[nn.Module]] = {}
 
     def alive(self) -> list[tuple[str, nn.Module]]:
@@ -98,6 +100,8 @@ class CalledModules(ModuleCalls):
         except Exception as error:
             self.on_error(error)
         super()._enter(module, args)
+        if module.training and type(module).__name__.startswith("BatchNorm"):
+            self.batch_norms.setdefault(self._top())
 
     def _name(self, module: nn.Module) -> None:
         """Name the modules of a model that is called."""
@@ -188,8 +192,8 @@ class WatchedOps(TorchDispatchMode):
         return False
 
     def leave(self) -> None:
-        """Leave the stack of modes, if nothing else is above."""
-        if _get_current_dispatch_mode() is self:
+        """Leave the stack of modes, if nothing else is above; not in backward, which restores it."""
+        if _get_current_dispatch_mode() is self and torch._C._current_autograd_node() is None:
             self.__exit__(None, None, None)
 
     def begin(self) -> None:

@@ -141,7 +141,8 @@ def _status(end: SystemExit) -> int:
 
 def _show(error: BaseException) -> None:
     """Show an error as Python does, from the script's own frames on, or as the script asks for."""
-    _leave_out_recording(error)
+    for each in _chain(error):
+        _leave_out_recording(each)
     first: TracebackType | None = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         first = first.tb_next
@@ -153,8 +154,19 @@ def _show(error: BaseException) -> None:
         traceback.print_exception(type(error), error, first)
 
 
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and those that its traceback shows with it."""
+    found, left = dict[int, BaseException](), [error]
+    while left:
+        each = left.pop()
+        if id(each) not in found:
+            found[id(each)] = each
+            left += filter(None, (each.__cause__, each.__context__))
+    return [*found.values()]
+
+
 def _leave_out_recording(error: BaseException) -> None:
-    """Drop the frames by which an op was recorded from a traceback; those of the op itself stay."""
+    """Drop the frames by which ops were recorded from tracebacks; those of the ops themselves stay."""
     each = error.__traceback__
     while each is not None:
         while (inner := each.tb_next) is not None and inner.tb_frame.f_code.co_filename == _RECORDING:

@@ -170,17 +170,29 @@ class Source:
                 marks = [item.context_expr for item in node.items]
             elif isinstance(node, Function | ast.ClassDef):
                 marks = node.decorator_list
-            if any(word in ast.unparse(mark) for mark in marks for word in _WITHOUT_GRAPH):
+            if any(map(self._is_without_graphs, marks)):
                 found.add(node)
+        return found
+
+    def _is_without_graphs(self, mark: ast.expr) -> bool:
+        """Whether a context or decorator names one of torch without graphs, or what the script makes of one."""
+        named = [node for node in ast.walk(mark) if isinstance(node, ast.Name | ast.Attribute)]
+        values = [each.value for node in named for each in self.bindings(name_of(node), node) if each.value]
+        made = [each for node in named for each in self._definitions.get(last_name(node), ())]
+        return any(word in ast.unparse(each) for each in (mark, *values, *made) for word in _WITHOUT_GRAPH)
+
+    @cached_property
+    def _definitions(self) -> dict[str, list[ast.AST]]:
+        """Functions and classes by their names."""
+        found: dict[str, list[ast.AST]] = defaultdict(list)
+        for node in self.nodes:
+            if isinstance(node, Function | ast.ClassDef):
+                found[node.name].append(node)
         return found
 
     @cached_property
     def _names_without_graph(self) -> set[str]:
         """Last parts of the names that are used without graphs, and of those that functions so named use."""
-        functions = defaultdict(list)
-        for node in self.nodes:
-            if isinstance(node, Function):
-                functions[node.name].append(node)
         found: set[str] = set()
         left = list(self._without_graph)
         while left:
@@ -188,7 +200,7 @@ class Source:
                 name = last_name(node) if isinstance(node, ast.Name | ast.Attribute) else ""
                 if name and name not in found:
                     found.add(name)
-                    left += functions[name]
+                    left += (each for each in self._definitions.get(name, ()) if isinstance(each, Function))
         return found
 
     # Bindings

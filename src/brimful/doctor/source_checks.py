@@ -118,13 +118,13 @@ def _scripts(path: Path) -> list[Path]:
 def source_findings(source: Source) -> tuple[Finding, ...]:
     """What is wrong with a script, by line; of a script without torch nothing.
 
-    A comment "# brimful: ignore" or "# brimful: ignore[CHECK]" in the line suppresses a finding.
+    A comment "# brimful: ignore" or "# brimful: ignore[CHECK]" in the line, or another line of its statement,
+    suppresses a finding.
     """
     if not source.trains:
         return ()
     found = {replace(each, check=check_name(check)) for check in SOURCE_CHECKS for each in check(source)}
-    lines = source.text.split("\n")
-    kept = [each for each in found if not _is_ignored(each, lines[line_number(each) - 1])]
+    kept = [each for each in found if not _is_ignored(each, _lines_around(source, line_number(each)))]
     return tuple(sorted(kept, key=lambda each: (line_number(each), each.check)))
 
 
@@ -133,9 +133,20 @@ def line_number(finding: Finding) -> int:
     return int(finding.line.rpartition(":")[2])
 
 
-def _is_ignored(finding: Finding, line: str) -> bool:
-    found = _IGNORED.search(line)
-    return found is not None and (not found[1] or finding.check in re.split(r"[\s,]+", found[1]))
+def _lines_around(source: Source, number: int) -> str:
+    """A line and the other lines of its statement; of a loop, a block or a function those of its head."""
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in source.nodes
+        if isinstance(node, ast.expr | ast.Assign | ast.AugAssign | ast.Expr)
+    ]
+    around = [(first, last) for first, last in spans if first <= number <= last] or [(number, number)]
+    lines = source.text.split("\n")[min(first for first, _ in around) - 1 : max(last for _, last in around)]
+    return "\n".join(lines)
+
+
+def _is_ignored(finding: Finding, text: str) -> bool:
+    return any(not each[1] or finding.check in re.split(r"[\s,]+", each[1]) for each in _IGNORED.finditer(text))
 
 
 # What is kept
@@ -216,7 +227,7 @@ _CONSUMES = ("cat", "clear", "concat", "mean", "pop", "popleft", "stack", "sum")
 @source_check
 def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
     """A loop after a model's `eval()`, or over data for evaluation, that builds graphs no backward uses."""
-    if any(is_constant(each.args[0], False) for each in source.calls_of("set_grad_enabled") if each.args):
+    if any(_may_end_graphs(source, each) for each in source.calls_of("set_grad_enabled")):
         return
     found: dict[Loop, ast.Call] = {}
     for call in source.calls:
@@ -225,10 +236,18 @@ def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
         if loop is None or name not in source.models or source.is_without_graph(call):
             continue
         evaluates = _is_in_evaluation_mode(source, call, name) or _is_over_evaluation_data(loop)
-        if evaluates and not _has_backward(source, loop):
+        if not evaluates or _has_backward(source, loop):
+            continue
+        if "requires_grad" not in ast.unparse(source.function_of(call)):
             found.setdefault(loop, call)
     for call in found.values():
         yield known_fault("evaluation-with-gradients", source.line(call))
+
+
+def _may_end_graphs(source: Source, call: ast.Call) -> bool:
+    """Whether a call of `set_grad_enabled` outside of a `with` may switch graphs off for later code."""
+    asked = call.args[0] if call.args else keyword(call, "mode")
+    return not is_constant(asked, True) and not isinstance(source.parents[call], ast.withitem)
 
 
 def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
@@ -246,7 +265,7 @@ def _is_in_evaluation_mode(source: Source, call: ast.Call, model: str) -> bool:
     if last is None or called(last) != "eval" or last.args:
         return False
     decided = {each for each in source.conditions_of(last, function) if isinstance(each, ast.If)}
-    return decided <= {*source.ancestors(call)} and "requires_grad" not in ast.unparse(function)
+    return decided <= {*source.ancestors(call)}
 
 
 _EVALUATION_DATA = re.compile(
@@ -274,18 +293,30 @@ def evaluation_gathered(source: Source) -> Iterator[Finding]:
     """A `Trainer` that keeps all logits of an evaluation on the device, for tokens or pixels."""
     if any(word in source.text for word in _KEEP_LESS) or not _OF_TOKENS_OR_PIXELS.search(source.text):
         return
-    metrics = [keyword(call, "compute_metrics") for call in source.calls if called(call).endswith("Trainer")]
-    if all(each is None or is_constant(each, None) for each in metrics):
-        return
-    for call in source.calls_of("TrainingArguments", "Seq2SeqTrainingArguments"):
+    for call in _arguments_of_measured(source):
         given = {each.arg for each in call.keywords}
         generates = is_constant(keyword(call, "predict_with_generate"), True)
-        if source.full_name(call.func).startswith("transformers.") and None not in given and not generates:
+        is_known = source.full_name(call.func) in (
+            "transformers.TrainingArguments",
+            "transformers.Seq2SeqTrainingArguments",
+        )
+        if is_known and None not in given and not generates:
             yield Finding(
                 what="evaluation keeps the logits of all samples on the device, for compute_metrics",
                 change="eval_accumulation_steps=1; or preprocess_logits_for_metrics that keeps .argmax(-1)",
                 line=source.line(call),
             )
+
+
+def _arguments_of_measured(source: Source) -> Iterator[ast.Call]:
+    """What makes the arguments of a `Trainer` that has `compute_metrics`."""
+    for trainer in source.calls:
+        metrics = keyword(trainer, "compute_metrics")
+        if not called(trainer).endswith("Trainer") or metrics is None or is_constant(metrics, None):
+            continue
+        for given in (*trainer.args[1:2], keyword(trainer, "args")):
+            made = [given, *(each.value for each in source.bindings(name_of(given), trainer))]
+            yield from (each for each in made if isinstance(each, ast.Call))
 
 
 _KEEP_LESS = (
@@ -323,7 +354,7 @@ def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
 
 @source_check
 def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
-    """A script that evaluates a model, by its data's name or without gradients, and never calls `eval()`."""
+    """A script that evaluates a model, by the name of its data or function, and never calls `eval()`."""
     kinds = {last_name(node) for node in source.nodes if isinstance(node, ast.Name | ast.Attribute)}
     if not any(each.startswith(("BatchNorm", "Dropout")) for each in kinds) or kinds & {"eval", "train"}:
         return
@@ -337,13 +368,19 @@ def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
         loop, name = source.loop_of(call), name_of(call.func)
         if loop is None or name not in source.models & trained:
             continue
-        evaluates = source.is_without_graph(call) or _is_over_evaluation_data(loop)
+        function = getattr(source.function_of(call), "name", "")
+        evaluates = _is_over_evaluation_data(loop) or (
+            _EVALUATION_FUNCTION.search(function) and source.is_without_graph(call)
+        )
         if evaluates and not _has_backward(source, loop):
             yield Finding(
                 what=f"{name} is evaluated in training mode: with dropout, and BatchNorm's statistics move",
                 change=f"call {name}.eval() before, and {name}.train() after it",
                 line=source.line(call),
             )
+
+
+_EVALUATION_FUNCTION = re.compile(r"(\b|_)(eval|evaluate|test|val|valid|validate|validation)(\b|_)")
 
 
 # Gradients
@@ -361,10 +398,14 @@ def _optimizer_calls(source: Source, method: str, loop: Loop | None = None) -> I
             continue
         made = source.made_by(name, call)
         last = name.rpartition(".")[2].lower()
-        if last.startswith("opt") or any(each.startswith("torch.optim.") for each in made):
-            is_scheduler = any("lr_scheduler" in each for each in made)
-            if not is_scheduler:
-                yield name, call
+        is_scheduler = "sched" in last or any(_SCHEDULER.search(each) for each in made)
+        if not is_scheduler and (
+            last.startswith("opt") or any(each.startswith("torch.optim.") for each in made)
+        ):
+            yield name, call
+
+
+_SCHEDULER = re.compile(r"scheduler|get_\w*schedule")
 
 
 @source_check
@@ -373,8 +414,10 @@ def gradients_kept(source: Source) -> Iterator[Finding]:
     names = {each.attr for each in source.nodes if isinstance(each, ast.Attribute)}
     if names & {"CUDAGraph", "grad"}:
         return  # a graph needs gradients at fixed addresses, and other code may need some that are not None
+    trained = {source.function_of(each) for each in source.calls_of("backward")}
     for call in source.calls_of("zero_grad"):
-        if is_constant(keyword(call, "set_to_none"), False):
+        is_of_training = source.loop_of(call) is not None or source.function_of(call) in trained
+        if is_of_training and is_constant(keyword(call, "set_to_none"), False):
             yield Finding(
                 what="gradients of the step before take memory during the forward",
                 change="zero_grad(set_to_none=True), the default",
@@ -385,14 +428,28 @@ def gradients_kept(source: Source) -> Iterator[Finding]:
 @source_check
 def gradients_added(source: Source) -> Iterator[Finding]:
     """An optimizer that steps after each backward, in a script that clears no gradients."""
-    clears = ("zero_grad", "grad = None", "grad.zero_", "grad.data.zero_", "grad.fill_", "closure", ".grad(")
-    if any(each in source.text for each in clears):
+    if _may_clear_gradients(source):
         return
     for training in source.trainings:
         for name, call in _optimizer_calls(source, "step", training.loop):
             is_new = any(True for _ in source.bindings_in(name, training.loop))
             if _is_unconditional(source, call, training.loop) and not is_new:
                 yield known_fault("gradients-added", source.line(call), name=name)
+
+
+def _may_clear_gradients(source: Source) -> bool:
+    """Whether a script calls what clears gradients, or assigns to `.grad`, deletes or multiplies it."""
+    changed = [
+        each for node in source.nodes if isinstance(node, ast.Assign | ast.Delete) for each in node.targets
+    ]
+    changed += [n.target for n in source.nodes if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Mult)]
+    by_hand = any(re.search(r"\.grad\b", ast.unparse(each)) for each in changed)
+    return by_hand or _CLEARS.search(source.text) is not None
+
+
+_CLEARS = re.compile(
+    r"zero_grad|closure|foreach_zero|\.grad\(|[\"']grad[\"']|\.grad\b[\w.()]*\.(copy|fill|mul|zero)_\("
+)
 
 
 @source_check
@@ -446,12 +503,26 @@ def graph_retained(source: Source) -> Iterator[Finding]:
         (call, *others) = training.backwards
         function = source.function_of(call)
         others += [each for each in source.calls_of("backward", "grad") if source.function_of(each) is function]
+        if _is_of_outer_graph(source, training.loop):
+            continue
         if set(others) <= {call} and is_constant(keyword(call, "retain_graph"), True):
             yield Finding(
                 what="backward keeps the graph and all saved tensors",
                 change="omit retain_graph=True; .detach() what one step hands to the next",
                 line=source.line(call),
             )
+
+
+def _is_of_outer_graph(source: Source, loop: Loop) -> bool:
+    """Whether a loop reads the result of a model's call before it."""
+    read = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name)}
+    return any(
+        isinstance(each.value, ast.Call)
+        and name_of(each.value.func) in source.models
+        and not source.is_in(each.statement, loop)
+        for name in read
+        for each in source.bindings(name, loop)
+    )
 
 
 @source_check
@@ -470,6 +541,12 @@ def not_optimized(source: Source) -> Iterator[Finding]:
         return
     part = name_of(parameters.func).rpartition(".")[0]
     whole = part.partition(".")[0]
+    asked = {
+        name_of(each.func) for each in source.calls_of("parameters", "named_parameters", "add_param_group")
+    }
+    others = asked - {f"{whole}.parameters", f"{part}.parameters"}
+    if any(each.startswith(f"{whole}.") or each.endswith(".add_param_group") for each in others):
+        return  # parameters of other parts may be in other groups and optimizers
     if part != whole and whole in source.models:
         yield Finding(
             what=f"parameters of {whole} beside {part} get gradients that no optimizer uses",
@@ -488,6 +565,10 @@ def _accumulations(source: Source) -> Iterator[tuple[Training, str, ast.Call]]:
             decides = next((each for each in conditions if isinstance(each, ast.If)), None)
             if decides is None or not _is_every_few(source, decides, training.loop):
                 continue
+            others = [each for other, each in _optimizer_calls(source, "step", training.loop) if other != name]
+            branch = decides.body if any(source.is_in(call, each) for each in decides.body) else decides.orelse
+            if any(not any(source.is_in(each, node) for node in branch) for each in others):
+                continue  # optimizers in turn: not each of them steps in each round
             if not any(source.is_in(each, decides) for each in training.backwards):
                 yield training, name, call
                 break

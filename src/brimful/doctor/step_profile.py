@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -41,8 +41,6 @@ class StepProfile:
         """Seconds by class of op, with what no op takes as the host's; empty until `end`."""
         self._was_cut = self._is_second = False
         """Whether a loader that began has ended the first profile, and whether this is another one."""
-        self._events: list[list[Any]] = []
-        """Those of the parts before a loader began."""
         self._began, self._is_on, self._hooks = 0.0, False, ExitStack()
 
     def begin(self) -> None:
@@ -68,24 +66,16 @@ class StepProfile:
             return True
         if self._is_on:
             seconds = time.perf_counter() - self._began
-            found = _seconds_of_ops([*self._events, *self.stop()])
+            found = _seconds_of_ops(self.stop())
             found[HOST] += max(seconds - sum(found.values()), 0.0)
             self.class_seconds = dict(found)
         return False
 
-    @contextmanager
-    def around_loader(self) -> Iterator[None]:
-        """Profile nothing while a loader begins, whose workers would inherit it.
-
-        What follows may be an evaluation, which most steps do not have: only a second profile continues after.
-        """
-        was_on, began, events = self._is_on, self._began, self.stop()
-        yield
-        if was_on and self._is_second:
-            self._events += events
-            self.begin()
-            self._began = began
-        self._was_cut = self._was_cut or was_on
+    def note_loader(self) -> None:
+        """End a first profile as a loader begins: what follows may be an evaluation, which most steps lack."""
+        if self._is_on and not self._is_second:
+            self.stop()
+            self._was_cut = True
 
     def stop(self) -> list[list[Any]]:
         """Profile no more; returns the events of each thread."""

@@ -8,13 +8,14 @@ Private torch APIs used here: `torch.utils.data.dataloader._BaseDataLoaderIter`,
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import accumulate
@@ -24,6 +25,7 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 from torch._higher_order_ops import utils as _hop_utils
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -47,7 +49,7 @@ from brimful.optimizers import parameters_of
 from brimful.profiling.timing import WaitsForCores
 from brimful.settings import Settings
 from brimful.torch_utils.forward_lines import lines_are_recorded
-from brimful.torch_utils.graphs import MOST_NODES, storages_of_model
+from brimful.torch_utils.graphs import MOST_NODES
 from brimful.torch_utils.held_names import Holding, held_by_names
 from brimful.torch_utils.lines import calling_line, calling_lines
 from brimful.torch_utils.replaced import replaced
@@ -78,6 +80,8 @@ class _Graph:
     """Numbers of its autograd nodes; none for a recomputation, whose nodes no backward needs."""
     trains: bool
     """Whether the model is in training mode."""
+    backwards: int
+    """How often backward had run before it."""
 
 
 @dataclass(slots=True)
@@ -170,6 +174,10 @@ class Watch:
         self._graphs: list[_Graph] = []
         self._evaluations: dict[str, _Forwards] = {}
         self._unused_graphs: dict[str, _Forwards] = {}
+        """Those in training mode."""
+        self._unused_calls = Counter[tuple[str, int]]()
+        """How many there are, by line and by how often backward had run."""
+        self._training_lines = set[str]()
         self._in_evaluation_mode: dict[str, None] = {}
         self._models_in_steps: dict[int, tuple[str, int, set[int]]] = {}
         """Models that run in steps after the first, by id: name, bytes, ids of parameters."""
@@ -203,6 +211,8 @@ class Watch:
         hooks.callback(_calling_before_compiled_code(self._stop_before_compiled_code))
         PAUSED.append(self.paused)
         hooks.callback(PAUSED.remove, self.paused)
+        _entered.append(self)
+        hooks.callback(_entered.remove, self)
         stack.enter_context(ops.modules.follow())
         stack.enter_context(self._noting_optimizers())
         stack.enter_context(self._noting_cache_flushes())
@@ -230,15 +240,18 @@ class Watch:
     def _end_without_step(self) -> None:
         """Note graphs that no backward has used when the run ends, and the models if no optimizer has stepped.
 
-        In training mode they count where no backward ever ran, and a line has called a model more than once.
+        In training mode they count where no backward ever ran.
         """
-        calls = Counter(each.lines for each in self._graphs if each.trains)
-        self._note_graphs(
-            counts_training=not self._backwards.ever_reached and max(calls.values(), default=0) > 1
-        )
+        self._note_graphs(counts_training=not self._backwards.ever_reached)
         for prefix, model in self._ops.modules.alive() if not self._ends else ():
             for name, parameter in model.named_parameters():
                 self._ops.mark(parameter, Category.PARAMETERS, ".".join(filter(None, (prefix, name))))
+
+    def leave_in_fork(self) -> None:
+        """Neither record nor profile what a fork runs, such as a worker that reads data all along."""
+        if threading.get_ident() == self._thread:
+            self._profile.stop()
+            self._ops.leave()
 
     @property
     def sees(self) -> bool:
@@ -281,7 +294,7 @@ class Watch:
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         unused = {
-            op for each in (self._evaluations, self._unused_graphs) for line in each.values() for op in line.ops
+            op for each in (self._evaluations, self._often_unused) for line in each.values() for op in line.ops
         }
         trace = Trace(
             job="",
@@ -304,7 +317,7 @@ class Watch:
         )
         evaluations, unused_graphs = (
             {line: each.found(line, trace) for line, each in lines.items()}
-            for lines in (self._evaluations, self._unused_graphs)
+            for lines in (self._evaluations, self._often_unused)
         )
         for late in () if evaluation is None else evaluation.unused:
             (unused_graphs if late.trains else evaluations).setdefault(late.found.line, late.found)
@@ -327,6 +340,7 @@ class Watch:
             softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,
             models=tuple(ops.modules.called),
+            batch_norms=tuple(ops.modules.batch_norms),
             not_optimized=dict(self._not_optimized),
             not_optimized_models=tuple(self._found_not_optimized(trace)),
             host_reads=dict(ops.host_reads),
@@ -362,7 +376,8 @@ class Watch:
         self._ops.is_evaluating = not (model.training or torch.is_grad_enabled())
         self._note_evaluation(model)
         if self._ends and id(model) not in self._models_in_steps:
-            parameters = [each for each in model.parameters() if each.layout is torch.strided]
+            weights = [each for each in model.parameters() if not isinstance(each, FakeTensor)]  # of an export
+            parameters = [each for each in weights if each.layout is torch.strided]
             size_bytes = sum(each.nbytes for each in parameters)
             if any(isinstance(each, DTensor) for each in parameters):
                 self._flags["sharded"] = None
@@ -380,8 +395,24 @@ class Watch:
         self._first_node_of_call = torch._C._autograd._get_sequence_nr()
         if self._is_first_call:
             self._is_first_call = False
-            own = storages_of_model(model)
-            self._held_in_forward = held_by_names(sys._getframe(), self._start_of_step_before, own)
+            self._held_in_forward = held_by_names(
+                sys._getframe(), self._start_of_step_before, [*self._own_tensors]
+            )
+
+    @property
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Parameters, their gradients and buffers of the models and optimizers."""
+        models = [model for _, model in self._ops.modules.alive()]
+        for parameters in (
+            *(each.parameters() for each in models),
+            *map(parameters_of, self._optimizers.values()),
+        ):
+            for parameter in parameters:
+                yield parameter
+                if parameter.grad is not None:
+                    yield parameter.grad
+        for each in models:
+            yield from each.buffers()
 
     def _note_evaluation(self, model: nn.Module) -> None:
         """Skip the forwards of an evaluation without gradients after the first ones, but not what it leaves."""
@@ -429,6 +460,7 @@ class Watch:
                     parameters=parameters,
                     nodes=range(first, first if is_recomputed else end),
                     trains=model.training,
+                    backwards=len(self._backwards.noted),
                 )
             )
 
@@ -489,8 +521,9 @@ class Watch:
         begin: Callable[..., None] = _BaseDataLoaderIter.__init__
 
         def begun(loader: Any, *args: Any, **named: Any) -> None:
-            with self._profile.around_loader() if self.sees else nullcontext():
-                begin(loader, *args, **named)
+            if self.sees:
+                self._profile.note_loader()
+            begin(loader, *args, **named)
 
         with (
             replaced(_BaseDataLoaderIter, "__next__", timed),
@@ -608,6 +641,7 @@ class Watch:
         Returns those that a backward has used.
         """
         used = [each for each in self._graphs if self._is_used(each)]
+        self._training_lines.update(each.lines[0] for each in used)
         lines = {line for each in used for line in each.lines}
         ends = [*(each.ops.start for each in self._graphs[1:]), len(self._ops.log.ops)]
         for each, end in zip(self._graphs, ends, strict=False):
@@ -617,6 +651,7 @@ class Watch:
                     line, _Forwards()
                 )
                 found.saved_bytes = max(found.saved_bytes, each.saved_bytes)
+                self._unused_calls[line, each.backwards] += each.trains
                 found.ops.update(self._ops_without_backward(each.ops.start, end))
         if used and not any(each.trains for each in used):
             self._in_evaluation_mode |= dict.fromkeys(each.lines[0] for each in used)
@@ -639,6 +674,18 @@ class Watch:
                 return
             if ops[index].phase is Phase.FORWARD:
                 yield index
+
+    @property
+    def _often_unused(self) -> dict[str, _Forwards]:
+        """Lines whose graphs no backward has used, by more than one call; of one that trains, in a row."""
+        calls = dict[str, list[int]]()
+        for (line, _), count in self._unused_calls.items():
+            calls.setdefault(line, []).append(count)
+        return {
+            line: found
+            for line, found in self._unused_graphs.items()
+            if (max if line in self._training_lines else sum)(calls[line]) > 1
+        }
 
     def _note_not_optimized(self, used: list[_Graph]) -> None:
         stepped = _ids_of_parameters(self._optimizers.values())
@@ -680,9 +727,15 @@ class Watch:
         self._backwards.noted = [replace(each, step=0) for each in self._backwards.noted]
         self._stepped = {*self._optimizers.keys()}
         self._held_in_forward, self._began = {}, None
-        for seen in (self._unused_graphs, self._evaluations, self._in_evaluation_mode, self._without_gradient):
+        for seen in (
+            self._evaluations,
+            self._in_evaluation_mode,
+            self._without_gradient,
+            self._models_in_steps,
+        ):
             seen.clear()
-        self._models_in_steps.clear()
+        self._unused_graphs.clear()
+        self._unused_calls.clear()
         self._ops.position.step = 0
         for place in range(end.op, len(ops)):
             ops[place] = structs.replace(ops[place], step=0)
@@ -742,6 +795,18 @@ class Watch:
             for prefix, model in reversed(self._ops.modules.alive())
             for name, parameter in model.named_parameters()
         }
+
+
+_entered: list[Watch] = []
+
+
+def _leave_in_fork() -> None:
+    for each in reversed(_entered):
+        each.leave_in_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_in_fork)
 
 
 def _ids_of_parameters(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -61,7 +61,8 @@ class PlannedTrainers:
         self.plans: list[Plan] = []
         self.has_ended_script = False
         self._budget, self._device, self._say, self._refuse = budget, device, say, refuse
-        self._has_stepped, self._ends = False, ExitStack()
+        self._has_stepped = self._is_planning = False
+        self._ends = ExitStack()
 
     def __enter__(self) -> PlannedTrainers:
         self._ends.enter_context(
@@ -145,7 +146,11 @@ class PlannedTrainers:
     def _planning(self) -> Iterator[None]:
         """What plans and applies: nothing of it is watched, and an error of it ends the script."""
         with self._refusing(BrimfulError), undisturbed():
-            yield
+            self._is_planning = True
+            try:
+                yield
+            finally:
+                self._is_planning = False
 
     @contextmanager
     def _refusing(self, kind: type[BrimfulError]) -> Iterator[None]:
@@ -168,7 +173,7 @@ class PlannedTrainers:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _named: Any) -> None:
         """Say which lines plan a loop of the script's own, after its first step."""
-        if self._has_stepped or self.plans:
+        if self._has_stepped or self.plans or self._is_planning:  # as calibration does
             return
         first = next((each for group in optimizer.param_groups for each in group["params"]), None)
         if isinstance(first, FakeTensor):

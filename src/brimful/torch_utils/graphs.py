@@ -1,7 +1,7 @@
 """Autograd's graphs: their leaves, how old their nodes are, what they save.
 
-Private torch APIs used here: `grad_fn._raw_saved_…`, `SavedTensor.data`, `Node._sequence_nr` (checked: torch
-2.13).
+Private torch APIs used here: `grad_fn._raw_saved_…`, `grad_fn._saved_reduction`, `SavedTensor.data`,
+`Node._sequence_nr` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ MOST_NODES = 100_000
 """Nodes of a graph that are looked at. A choice: more take longer than a step."""
 _LAST_NUMBER = 2**63
 """Autograd numbers nodes from 0; those that accumulate gradients, which steps share, are numbered above."""
-_PASSED_ON = ("AddBackward", "ToCopyBackward", "SumBackward", "MeanBackward", "ReshapeBackward", "ViewBackward")
+_PASSED_ON = (
+    *("AddBackward", "NegBackward", "ToCopyBackward", "SumBackward", "MeanBackward"),
+    *("ReshapeBackward", "ViewBackward", "StackBackward", "CatBackward"),
+)
 """Beginnings of nodes between a loss and its scaling."""
 
 
@@ -32,12 +35,15 @@ def storage_key(tensor: Tensor) -> int | None:
         return None
 
 
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Names of the storages of tensors."""
+    found = {storage_key(each) for each in tensors if each.layout is torch.strided}
+    return {key for key in found if key is not None}
+
+
 def storages_of_model(model: nn.Module) -> set[int]:
     """Names of the storages of the parameters and buffers of a model."""
-    found = {
-        storage_key(each) for each in (*model.parameters(), *model.buffers()) if each.layout is torch.strided
-    }
-    return {key for key in found if key is not None}
+    return storages_of((*model.parameters(), *model.buffers()))
 
 
 def grad_fn_of(tensor: Any) -> Any:
@@ -76,19 +82,26 @@ def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:
     return (min(numbers), max(numbers)) if numbers else None
 
 
-def is_scaled(loss: Any) -> bool:
-    """Whether a loss, or a part of its sum, is divided or multiplied by something."""
-    left, seen = [grad_fn_of(loss)], set[Any]()
+def scaling_of(loss: Any) -> tuple[bool, set[float]]:
+    """Whether a loss is multiplied or is a sum of samples, and by what it, or a part of its sum, is divided."""
+    left, seen, divisors = [grad_fn_of(loss)], set[Any](), set[Any]()
+    is_mean = is_sum = False
     while left:
         node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name().startswith(("Div", "Mul")):
-            return True
-        if node.name().startswith(_PASSED_ON):
+        name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+        saved = (saved_by(node)[0] or ()) if name.startswith("DivBackward") else ()
+        if saved and not saved[0].dim():
+            divisors.add(saved[0].tolist())  # `.item()` of a Python number's tensor fails under dispatch modes
+        elif name.startswith(("DivBackward", "MulBackward")):
+            return True, set()
+        elif name.startswith(_PASSED_ON):
             left += [following for following, _ in node.next_functions]
-    return False
+        is_mean |= name.startswith("MeanBackward") or reduction == 1
+        is_sum |= name.startswith("SumBackward") or reduction == 2
+    return is_sum and not is_mean, divisors
 
 
 def saved_bytes(outputs: Iterable[Any], beside: Iterable[Tensor], first_node: int = 0) -> int:

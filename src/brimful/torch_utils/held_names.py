@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from brimful.torch_utils.graphs import ages_of, storage_key
+from brimful.torch_utils.graphs import ages_of, storage_key, storages_of
 from brimful.torch_utils.lines import is_users_own, shown_file
 
 _MOST_ENTRIES = 10_000
@@ -43,39 +43,42 @@ class Holding:
     has_graph: bool
     """Whether any of them has a graph."""
     is_state: bool
-    """Whether it is a dict of weights by name, such as a `state_dict`."""
+    """Whether it is a dict of weights by name, such as a `state_dict`, shaped as those of the models."""
     reaches_back: bool
     """Whether a graph of this step or the one before leads to nodes of a step before those."""
 
 
-def held_by_names(frame: FrameType | None, first_node: int, own: Collection[int] = ()) -> dict[str, Holding]:
+def held_by_names(frame: FrameType | None, first_node: int, own: Collection[Tensor] = ()) -> dict[str, Holding]:
     """What names hold, in the calling functions of the user's code from `frame` on, and in their modules.
 
-    Parameters and gradients are not among it, nor tensors of the storages `own`. `first_node` is the number of
-    the first autograd node of the step before this one.
+    Parameters and gradients are not among it, nor tensors of the storages of `own`, those of models.
+    `first_node` is the number of the first autograd node of the step before this one.
     """
+    shapes = {each.shape for each in own}
     return {
-        name: _holding(name, line, held, tensors, first_node)
-        for name, line, held, tensors in tensors_of_names(frame, own)
+        name: _holding(name, line, held, tensors, first_node, shapes)
+        for name, line, held, tensors in tensors_of_names(frame, storages_of(own))
     }
 
 
 def tensors_of_names(
     frame: FrameType | None, own: Collection[int] = (), is_meant: Callable[[str], object] = is_users_own
 ) -> Iterator[tuple[str, str, Any, list[Tensor]]]:
-    """Names that `held_by_names` looks at, each once, with the line that adds to it, its value and tensors.
+    """Names that `held_by_names` looks at, one of each value, with the line that adds to it, value and tensors.
 
     They are those of code in files that are meant, and of the user's modules.
     """
-    found = set[str]()
+    found, values = set[str](), set[int]()
     while frame is not None:
         file = frame.f_code.co_filename
         if is_meant(file):
             names_of_module = frame.f_globals if is_users_own(file) else {}
             for name, value in (*locals_of(frame).items(), *names_of_module.items()):
                 for shown, held, written in _of_name(name, value, is_meant):
-                    if shown not in found and (tensors := _tensors(held, own)):
+                    is_new = shown not in found and id(held) not in values
+                    if is_new and (tensors := _tensors(held, own)):
                         found.add(shown)
+                        values.add(id(held))
                         yield shown, _line(frame.f_code, written), held, tensors
         frame = frame.f_back
 
@@ -123,11 +126,13 @@ def _reads_locals(code: CodeType) -> bool:
     )
 
 
-def _of_name(name: str, value: Any, is_meant: Callable[[str], object]) -> Iterator[tuple[str, Any, str]]:
+def _of_name(
+    name: str, value: Any, is_meant: Callable[[str], object], levels: int = 2
+) -> Iterator[tuple[str, Any, str]]:
     """What a name holds, with its own name and the one by which code changes it.
 
-    Of an object of a class in a file that is meant, and of the modules in a model, it is what each attribute
-    holds; of a function, what each variable around it does.
+    Of an object of a class in a file that is meant, and of those in it as far as `levels` reach, and of the
+    modules in a model, it is what each attribute holds; of a function, what each variable around it does.
     """
     if name.startswith("__") or isinstance(value, ModuleType | type | nn.Parameter):
         return
@@ -141,13 +146,14 @@ def _of_name(name: str, value: Any, is_meant: Callable[[str], object]) -> Iterat
             with suppress(ValueError):  # a variable that has no value yet
                 if _is_container(cell.cell_contents):
                     yield inner, cell.cell_contents, inner
-    elif is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
-        yield from _attributes(name, value, name)
+    elif levels and is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
+        for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+            yield from _of_name(f"{name}.{attribute}", inner, is_meant, levels - 1)
 
 
-def _attributes(path: str, value: Any, written: str) -> Iterator[tuple[str, Any, str]]:
-    own = vars(nn.Module()) if isinstance(value, nn.Module) else {}
-    for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
+def _attributes(path: str, value: nn.Module, written: str) -> Iterator[tuple[str, Any, str]]:
+    own = vars(nn.Module())
+    for attribute, inner in [*vars(value).items()]:
         if attribute not in own and _is_container(inner):
             yield f"{path}.{attribute}", inner, f"{written}.{attribute}"
 
@@ -178,7 +184,9 @@ def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
     return [each for each in found if (key := storage_key(each)) is not None and key not in own]
 
 
-def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node: int) -> Holding:
+def _holding(
+    name: str, line: str, held: Any, tensors: list[Tensor], first_node: int, shapes: set[torch.Size]
+) -> Holding:
     ages = ages_of(tensors)
     return Holding(
         name=name,
@@ -186,35 +194,38 @@ def _holding(name: str, line: str, held: Any, tensors: list[Tensor], first_node:
         count=len(tensors),
         size_bytes=sum({storage_key(each): each.nbytes for each in tensors}.values()),
         has_graph=ages is not None,
-        is_state=_is_state(held),
+        is_state=_is_state(held, shapes),
         reaches_back=ages is not None and ages[0] < first_node <= ages[1],
     )
 
 
-def _is_state(value: Any) -> bool:
-    """Whether a dict, or one in it, has weights by name, such as "layer.weight"."""
+def _is_state(value: Any, shapes: set[torch.Size]) -> bool:
+    """Whether a dict, or one in it, has weights of some of the shapes by name, such as "layer.weight"."""
     if not issubclass(type(value), dict):
         return False
     dicts = (each for each in (value, *value.values()) if issubclass(type(each), dict))
     entries = (entry for each in dicts for entry in each.items())
-    return any(str(key).endswith(".weight") and isinstance(entry, Tensor) for key, entry in entries)
+    named = (entry for key, entry in entries if str(key).endswith(".weight") and isinstance(entry, Tensor))
+    return any(each.shape in shapes for each in named)
 
 
 @cache
 def _line(code: CodeType, name: str) -> str:
     """The line that adds to a name, or else that assigns it; the file alone if neither is found.
 
-    Lines of the running code count before others of its file.
+    Lines of the running code count before others of its file. A method of an object writes its name as `self`.
     """
     file = code.co_filename
     lines = linecache.getlines(file)  # which has those of a notebook's cells too
     own_lines = [number for _, _, number in code.co_lines() if number is not None]
-    first, last = min(own_lines, default=1), max(own_lines, default=0)
+    first, last = max(min(own_lines, default=1), 1), max(own_lines, default=0)  # modules begin at 0
     ordered = [*range(first, min(last, len(lines)) + 1), *range(1, first), *range(last + 1, len(lines) + 1)]
-    shown, own = shown_file(file), rf"(?<![\w.]){re.escape(name)}"
-    adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")
-    for change in (*adding, r"\s*=[^=]"):
-        for number in ordered:
-            if number <= len(lines) and re.search(f"{own}{change}", lines[number - 1]):
-                return f"{shown}:{number}"
+    shown = shown_file(file)
+    for each in dict.fromkeys((name, re.sub(r".*\.", "self.", name))):
+        own = rf"(?<![\w.]){re.escape(each)}"
+        adding = (r"\s*\+=", r"\.(append|extend|add|update)\(", r"\[[^]]*\]\s*=[^=]", rf"\s*=[^=].*{own}\b")
+        for change in (*adding, r"\s*=[^=]"):
+            for number in ordered:
+                if number <= len(lines) and re.search(f"{own}{change}", lines[number - 1]):
+                    return f"{shown}:{number}"
     return shown

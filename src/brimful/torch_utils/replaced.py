@@ -7,6 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import update_wrapper
+from pkgutil import resolve_name
 from typing import Any
 
 _lock = threading.RLock()
@@ -111,6 +113,11 @@ class _ByThread:
         self._here = threading.local()
         self._here.is_replaced = True
         self.has_ended = False
+        update_wrapper(self, original, updated=())
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        # Whoever imported it may copy or pickle it: it is what has its name.
+        return resolve_name, (f"{self._owner.__name__}:{self._name}",)
 
     def put_in_place(self) -> None:
         """Take the place of the original."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -153,6 +153,22 @@ def test_other_errors_and_results_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match="mine") as raised, bf.explain_out_of_memory():
         raise ValueError("mine")
     assert notes_of(raised.value) == ""
+
+
+def test_a_function_whose_call_returns_before_its_body_runs_is_not_decorated() -> None:
+    def batches() -> Iterator[int]:
+        yield 1
+
+    async def train() -> None:
+        pass
+
+    async def stream() -> AsyncIterator[int]:
+        yield 1
+
+    for each in (batches, train, stream):
+        for decorator in (bf.explain_out_of_memory, bf.explain_out_of_memory()):
+            with pytest.raises(TypeError, match=r"around the loop over it, or around what awaits it"):
+                decorator(each)
 
 
 def test_an_error_raised_while_an_out_of_memory_error_is_handled_has_no_note() -> None:

@@ -466,6 +466,22 @@ def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
     assert [each.check for each in seen_in(PLANTED[check], faulty=False)] == []
 
 
+@pytest.mark.parametrize("faulty", [True, False])
+def test_means_of_masked_tokens_are_not_divided_by_the_number_of_micro_batches(faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for _ in range(8):
+            for x, y in data(4):
+                mask = (torch.rand(len(y)) > 0.1).float()
+                losses = functional.cross_entropy(model(x), y, reduction="none") * mask
+                mean = losses.sum() / mask.sum()
+                (mean if faulty else mean / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [each.check for each in findings(watch.evidence())] == ["not-normalized"] * faulty
+
+
 class Joined:
     """Results of an evaluation."""
 

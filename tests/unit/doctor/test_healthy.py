@@ -94,6 +94,47 @@ def optimizers_in_turn() -> None:
         both[number % 2].step()
 
 
+def an_optimizer_that_steps_every_second_time() -> None:
+    table, model = nn.Linear(WIDTH, WIDTH), net()
+    often, seldom = adam(model), adam(table)
+    for number in range(12):
+        x, y = batch()
+        functional.cross_entropy(model(table(x)), y).backward()
+        often.step()
+        often.zero_grad()
+        if number % 2:
+            seldom.step()
+            seldom.zero_grad()
+
+
+def losses_of_one_forward() -> None:
+    body, head = net(WIDTH), net()
+    optimizer = adam(body, head)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        hidden = body(x)
+        hidden.square().mean().backward(retain_graph=True)
+        nn.utils.clip_grad_norm_(body.parameters(), 1.0)
+        functional.cross_entropy(head(hidden), y).backward()
+        optimizer.step()
+        del hidden
+
+
+def a_discriminator_that_retains_the_graph_of_the_generator() -> None:
+    generator, critic = net(WIDTH), net(1)
+    first, second = adam(critic), adam(generator)
+    for _ in range(8):
+        made = generator(batch()[0])
+        first.zero_grad()
+        (critic(batch()[0]).mean() - critic(made).mean()).backward(retain_graph=True)
+        first.step()
+        second.zero_grad()
+        critic(made).mean().backward()
+        second.step()
+        del made
+
+
 def entropy() -> None:
     model = net()
     optimizer = adam(model)
@@ -129,6 +170,45 @@ def adversarial_examples() -> None:
         assert x.grad is not None
         functional.cross_entropy(model(x.detach() + x.grad.sign()), y).backward()
         optimizer.step()
+
+
+def a_perturbation_that_lasts() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = adam(model)
+    change = torch.zeros(16, WIDTH, requires_grad=True)
+    for _ in range(8):
+        x, y = batch()
+        for _ in range(4):
+            functional.cross_entropy(model(x + change), y).backward()
+            assert change.grad is not None
+            change.data = (change + 0.01 * change.grad.sign()).detach()
+            change.grad.zero_()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x + change.detach()), y).backward()
+        optimizer.step()
+
+
+def sharpness_aware_minimization() -> None:
+    model = net()
+    optimizer = adam(model)
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        functional.cross_entropy(model(x), y).backward()
+
+    for _ in range(8):
+        x, y = batch()
+        backward(x, y)
+        changes = [0.05 * each.grad for each in model.parameters() if each.grad is not None]
+        with torch.no_grad():
+            for each, change in zip(model.parameters(), changes, strict=True):
+                each += change
+                each.grad = None
+        backward(x, y)
+        with torch.no_grad():
+            for each, change in zip(model.parameters(), changes, strict=True):
+                each -= change
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def closures() -> None:
@@ -177,6 +257,42 @@ def accumulated() -> None:
         for _ in range(4):
             x, y = batch()
             (functional.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sums_of_tasks() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        for task in range(3):
+            functional.cross_entropy(model(x + task), y, reduction="sum").backward()
+        for task in range(3):
+            (-model(x + task).log_softmax(-1)[:, 0].sum()).backward()
+        optimizer.step()
+
+
+def divided_by_the_tokens_of_a_step() -> None:
+    model = net()
+    optimizer = adam(model)
+    for _ in range(8):
+        batches = [batch() for _ in range(4)]
+        tokens = torch.stack([y != 0 for _, y in batches]).sum()
+        for x, y in batches:
+            (functional.cross_entropy(model(x), y, ignore_index=0, reduction="sum") / tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.BatchNorm1d(64).eval(), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = adam(model)
+    for _ in range(8):
+        for _ in range(4):
+            x, y = batch()
+            (functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y) / 4).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -241,6 +357,30 @@ def a_step_that_is_skipped() -> None:
         optimizer.step()
 
 
+def a_recorded_step_that_is_skipped() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        if number == 1:
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+def a_forward_that_makes_the_layers() -> None:
+    model = nn.Sequential(nn.LazyLinear(64), nn.ReLU(), nn.LazyLinear(4))
+    model(batch()[0])
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def sparse_gradients() -> None:
     table = nn.Embedding(100, WIDTH, sparse=True)
     optimizer = torch.optim.SparseAdam(list(table.parameters()))
@@ -286,6 +426,62 @@ def bounded_buffer() -> None:
         optimizer.step()
 
 
+def losses_without_graphs_in_a_list() -> None:
+    model, losses = net(), []
+    optimizer = adam(model)
+    for _ in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+
+def state_of_a_second_model() -> None:
+    generator, critic = net(WIDTH), net(1)
+    state = generator.state_dict()
+    both = adam(generator), adam(critic)
+    for _ in range(8):
+        with torch.no_grad():
+            made = generator(batch()[0])
+        both[1].zero_grad()
+        (critic(made).mean() - critic(batch()[0]).mean()).backward()
+        both[1].step()
+        both[0].zero_grad()
+        (-critic(generator(batch()[0])).mean()).backward()
+        both[0].step()
+        del made
+    assert state
+
+
+def gradients_of_each_sample() -> None:
+    model = net()
+    optimizer = adam(model)
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    for _ in range(8):
+        weights = {name: each.detach() for name, each in model.named_parameters()}
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(weights, *batch())
+        for name, each in model.named_parameters():
+            each.grad = found[name].mean(0)
+        optimizer.step()
+
+
+def an_export_between_steps() -> None:
+    model = net()
+    optimizer = adam(model)
+    for number in range(8):
+        x, y = batch()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if number == 1:
+            torch.export.export(model, (x,))
+
+
 def variables_as_a_dict() -> None:
     width = 3
     options = locals()
@@ -320,21 +516,35 @@ HEALTHY: list[Callable[[], None]] = [
     reentrant_checkpoints,
     generator_before_discriminator,
     optimizers_in_turn,
+    an_optimizer_that_steps_every_second_time,
+    losses_of_one_forward,
+    a_discriminator_that_retains_the_graph_of_the_generator,
     entropy,
     skipped_steps,
     adversarial_examples,
+    a_perturbation_that_lasts,
+    sharpness_aware_minimization,
     closures,
     two_forwards_of_one_backward,
     episodes,
     accumulated,
+    sums_of_tasks,
+    divided_by_the_tokens_of_a_step,
+    frozen_batch_norm,
     critics_with_a_gradient_penalty,
     line_searches,
     shared_checkpoints,
     a_step_that_is_skipped,
+    a_recorded_step_that_is_skipped,
+    a_forward_that_makes_the_layers,
     sparse_gradients,
     sparse_variable,
     hooks_of_the_script,
     bounded_buffer,
+    losses_without_graphs_in_a_list,
+    state_of_a_second_model,
+    gradients_of_each_sample,
+    an_export_between_steps,
     variables_as_a_dict,
     memory_that_ran_out_and_was_caught,
 ]

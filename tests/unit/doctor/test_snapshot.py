@@ -46,6 +46,9 @@ class Allocator:
         self._event("free_requested", address, size, frames)
         self._event("free_completed", address, size, frames)
 
+    def ran_out(self, size: int) -> None:
+        self.events.append({"action": "oom", "size": size, "device_free": MIB, "frames": LOSS, "stream": 0})
+
     def _event(self, action: str, addr: int, size: int, frames: list[Any]) -> None:
         at = {"stream": 0, "time_us": len(self.events)}
         self.events.append({"action": action, "addr": addr, "size": size, "frames": frames, **at})
@@ -149,19 +152,22 @@ def test_the_building_of_a_model_is_no_growth(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "segment", "checks"),
+    ("asked", "free", "segment", "checks"),
     [
-        ((30 * MIB, 40 * MIB), {}, ["fragmented"]),
-        ((30 * MIB, 40 * MIB), {"is_expandable": True}, []),
-        ((30 * MIB, 40 * MIB), {"settings": {"expandable_segments": True}}, []),
-        ((10 * MIB,), {}, []),
+        (60 * MIB, (30 * MIB, 40 * MIB), {}, ["fragmented"]),
+        (60 * MIB, (30 * MIB, 40 * MIB), {"is_expandable": True}, []),
+        (60 * MIB, (30 * MIB, 40 * MIB), {"settings": {"expandable_segments": True}}, []),
+        (60 * MIB, (10 * MIB,), {}, []),
+        (None, (100 * MIB,), {}, []),  # between two steps
     ],
 )
-def test_much_free_memory_between_tensors_is_fragmentation(
-    tmp_path: Path, free: tuple[int, ...], segment: dict[str, Any], checks: list[str]
+def test_free_memory_between_tensors_is_fragmentation_if_memory_ran_out_for_less(
+    tmp_path: Path, asked: int | None, free: tuple[int, ...], segment: dict[str, Any], checks: list[str]
 ) -> None:
     allocator = Allocator()
     allocator.alloc(100 * MIB, FORWARD)
+    if asked:
+        allocator.ran_out(asked)
     settings = segment.pop("settings", {})
     document = allocator.snapshot(free=free, **segment)
     use = use_of(tmp_path, {**document, "allocator_settings": settings})
@@ -173,8 +179,7 @@ def test_much_free_memory_between_tensors_is_fragmentation(
 def test_where_memory_ran_out_is_said(tmp_path: Path) -> None:
     allocator = Allocator()
     allocator.alloc(100 * MIB, FORWARD)
-    asked = {"action": "oom", "size": 12 * MIB, "device_free": 1 * MIB, "frames": LOSS, "stream": 0}
-    allocator.events.append(asked)
+    allocator.ran_out(12 * MIB)
     use = use_of(tmp_path, allocator.snapshot(free=(8 * MIB, 8 * MIB)))
     (ran_out,) = use.ran_out
     assert (ran_out.asked_bytes, ran_out.allocated_bytes, ran_out.device_free_bytes) == (

@@ -154,11 +154,53 @@ HARMLESS = [
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
     ("with torch.no_grad():", "with torch.inference_mode():"),
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
+    ("def evaluate():", "def clear():\n    optimizer.zero_grad(set_to_none=False)\n\ndef evaluate():"),
     ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
     ("zero_grad()", "zero_grad(set_to_none=True)"),
     ("enumerate(batches)", "enumerate(test_time_loader)"),
     ("criterion(out, y)", "F.nll_loss(out.log_softmax(-1), y)"),
+    ("optimizer.zero_grad()", "for p in model.parameters():\n            p.grad=None"),
+    ("optimizer.zero_grad()", "for p in model.parameters():\n            p.grad *= 0"),
+    ("optimizer.zero_grad()", "for p in model.parameters():\n            p.grad.detach_().zero_()"),
+    (
+        "model.parameters(), fused=True)",
+        "model.head.parameters())\noptimizer.add_param_group({'params': rest})",
+    ),
+    ("model.parameters(), fused=True)", "model.head.parameters())\nother = Muon(model.body.parameters())"),
+    ("with torch.no_grad():", "context = torch.no_grad()\n    with context:"),
+    ("    with torch.no_grad():", "    torch.set_grad_enabled(mode=False)\n    if True:"),
+    ("    with torch.no_grad():", "    torch.set_grad_enabled(model.training)\n    if True:"),
+    (
+        "def evaluate():\n    model.eval()\n    with torch.no_grad():",
+        "@contextmanager\ndef evaluating():\n    model.eval()\n    with torch.no_grad():\n        yield\n\n"
+        "def evaluate():\n    model.eval()\n    with evaluating():",
+    ),
+    (
+        "        loss.backward()",
+        "        for part in range(2):\n            loss = criterion(out[part], y)\n"
+        "            loss.backward(retain_graph=True)",
+    ),
 ]
+FROZEN = VALIDATED.replace(
+    "model.eval()\n    with torch.no_grad():", "frozen.requires_grad_(False)\n    if True:"
+)
+SAMPLED = CLEAN.replace("model.train()", "").replace("model.eval()", "pass").replace("evaluate", "draw")
+IN_TURN = (
+    MADE.replace("criterion =", "opt_b = optim.SGD(parts)\ncriterion =")
+    + """
+for i, (x, y) in enumerate(batches):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    if i % 2 == 0:
+        optimizer.step()
+    else:
+        opt_b.step()
+"""
+)
+SCHEDULED = "from transformers import get_linear_schedule_with_warmup" + CLEAN.replace(
+    "criterion =", "optim_warm = get_linear_schedule_with_warmup(optimizer, 10, 100)\ncriterion ="
+).replace("if i % 100 == 0:", "if i % 100 == 0:\n            optim_warm.step()")
 
 
 def found(text: str) -> dict[str, int]:
@@ -191,6 +233,7 @@ def test_every_check_has_a_planted_fault() -> None:
     ("old", "new"),
     [
         ("compute_metrics=accuracy", "compute_metrics=None"),
+        ("Trainer(model, options", "Trainer(model, others"),
         ("GPT2LMHeadModel", "BertForSequenceClassification"),
         (', eval_strategy="epoch"', ", **options"),
         (', eval_strategy="epoch"', ", predict_with_generate=True"),
@@ -201,6 +244,11 @@ def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> 
     faulty = TRAINER.replace(", eval_accumulation_steps=1", "")
     assert old in faulty
     assert found(faulty.replace(old, new)) == {}
+
+
+@pytest.mark.parametrize("text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED])
+def test_a_script_that_means_what_looks_like_a_fault_has_no_finding(text: str) -> None:
+    assert found(text) == {}
 
 
 @pytest.mark.parametrize(("old", "new"), HARMLESS, ids=[new for _, new in HARMLESS])
@@ -222,6 +270,10 @@ def test_a_comment_suppresses_a_finding() -> None:
         "# brimful: ignore[cache-flushed]": {"history-kept"},
     }.items():
         assert {*found(CLEAN.replace("total += loss.detach()", f"total += loss  {comment}"))} == kept
+        retained = f"loss.backward(\n            retain_graph=True\n        )  {comment}"
+        kept = {each.replace("history-kept", "graph-retained") for each in kept}
+        commented = retained.replace("history-kept", "graph-retained")
+        assert {*found(CLEAN.replace("loss.backward()", commented))} == kept
 
 
 def test_the_examples_have_no_findings_but_the_one_with_faults() -> None:

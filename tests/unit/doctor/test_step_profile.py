@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 
 from brimful.cost.time_shares import HOST, LOADING, MATMUL, NORMALIZATION, OPTIMIZER, POINTWISE
@@ -138,6 +140,22 @@ def test_a_profiler_of_the_script_sees_its_steps(first: int) -> None:
     assert row.count >= 8 - first  # an op of a recorded step is dispatched twice
     assert watch.evidence().error == ""
     assert bool(watch.evidence().time_shares) == (first == 4)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_is_neither_recorded_nor_profiled() -> None:
+    """It may be a worker that reads data, which keeps what it inherits to its end."""
+    found = []
+
+    def before_step(_step: int) -> None:
+        profiles, mode = torch.autograd._profiler_enabled(), _get_current_dispatch_mode()  # type: ignore[attr-defined]
+        child = os.fork()
+        if child == 0:
+            os._exit(torch.autograd._profiler_enabled() or _get_current_dispatch_mode() is not None)  # type: ignore[attr-defined]
+        found.append((profiles, mode is not None, os.waitpid(child, 0)[1]))
+
+    shares_of(nn.Linear(16, 16), torch.randn(16, 16), 5, before_step)
+    assert found == [*[(False, True, 0)] * 3, (True, False, 0), (False, False, 0)]
 
 
 @pytest.mark.parametrize("fraction", [0.34, 0.01, None])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import runpy
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -21,7 +23,7 @@ import brimful as bf
 from brimful.doctor import Watch, recording, watched_document, watched_text
 from brimful.doctor.evidence import Evidence
 from brimful.doctor.findings import findings
-from brimful.torch_utils.graphs import grad_fn_of, is_scaled
+from brimful.torch_utils.graphs import grad_fn_of, scaling_of
 from brimful.torch_utils.held_names import held_by_names
 from brimful.torch_utils.lines import shown_file
 from brimful.trace import Phase
@@ -61,6 +63,22 @@ def test_forward_and_backward_in_a_closure_have_their_own_phases() -> None:
     assert {op.module for op in products} == {"0", "2"}
     assert watched_document(evidence)["categories"]["saved_tensors"] >= 256 * 4 * WIDTH * 4
     assert any(op.phase is Phase.OPTIMIZER for op in evidence.trace.ops)
+
+
+def test_optimizers_may_step_in_backward() -> None:
+    """Recording ends in a backward, which restores the modes that it began with."""
+    model, x = net(), torch.randn(8, WIDTH)
+    optimizers = {each: torch.optim.SGD([each], 1e-3) for each in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for each in model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    evidence = watched(lambda _: model(x).square().mean().backward())
+    assert (len(evidence.steps), checks_of(evidence)) == (3, [])
+    assert _get_current_dispatch_mode() is None
 
 
 def test_keyword_arguments_of_a_model_are_inputs() -> None:
@@ -231,11 +249,19 @@ def test_values_of_the_user_are_not_run() -> None:
     assert lazy
 
 
+def test_the_line_of_a_name_may_be_the_last_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nfrom brimful.torch_utils.held_names import held_by_names\ntotal = torch.ones(1)\n"
+        "for _ in range(2):\n    found = held_by_names(sys._getframe(), 0)\n    total += 1\n"
+    )
+    assert runpy.run_path(str(tmp_path / "train.py"))["found"]["total"].line.endswith("train.py:6")
+
+
 def test_the_sum_of_many_paths_is_looked_through_once() -> None:
     loss = torch.ones(4, 1, requires_grad=True) * 1
     for _ in range(200):
         loss = loss + loss.mean(0, keepdim=True)
-    assert is_scaled(loss.sum())
+    assert scaling_of(loss.sum()) == (True, set())
 
 
 def test_a_view_whose_base_has_changed_has_no_known_maker() -> None:
@@ -509,6 +535,52 @@ def test_results_that_a_list_keeps_are_to_be_numbers_or_on_the_host() -> None:
     (found,) = (each for each in findings(watched(step)) if each.check == "history-kept")
     assert ".detach().cpu()" in found.change
     assert kept
+
+
+def test_what_an_object_of_a_trainer_keeps_is_found() -> None:
+    class Meter:
+        sum: Tensor | int = 0
+
+        def update(self, value: Tensor) -> None:
+            self.sum = self.sum + value
+
+    class OwnTrainer:
+        def __init__(self) -> None:
+            self.model, self.meter = net(), Meter()
+            self.optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+
+        def step(self, _index: int) -> None:
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(8, WIDTH)).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.meter.update(loss)
+
+    trainer = OwnTrainer()  # a second name
+    (found,) = findings(watched(trainer.step))
+    assert found.check == "history-kept"
+    assert found.what.startswith("self.meter.sum keeps the graphs")
+    assert linecache.getline(__file__, int(found.line.split(":")[1])).strip() == "self.sum = self.sum + value"
+
+
+@pytest.mark.parametrize("levels", [2, 3])
+def test_growth_that_no_name_explains_has_a_note(levels: int) -> None:
+    class Holder:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    model, holder = net(), Holder([])
+    optimizer, add = torch.optim.SGD(model.parameters(), 1e-3), holder.inner.append
+    for _ in range(levels - 1):
+        holder = Holder(holder)
+
+    def step(_index: int) -> None:
+        model(torch.randn(8, WIDTH)).mean().backward()
+        optimizer.step()
+        add(torch.ones(4))
+
+    notes = watched(step).notes
+    assert any("no name that was looked at keeps more" in each for each in notes) == (levels == 3)
 
 
 def test_results_of_earlier_steps_are_named_where_memory_runs_out() -> None:

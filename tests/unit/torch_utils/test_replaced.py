@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -58,6 +60,15 @@ def test_a_class_is_replaced_in_isinstance_and_in_annotations_too() -> None:
         assert library.Kind | None == StandIn | None
         assert elsewhere(lambda: isinstance(Original(), library.Kind))
     assert type(imported()) is Original  # whoever imported it meanwhile has the original
+
+
+def test_a_function_of_a_module_is_copied_pickled_and_named_as_itself() -> None:
+    with replaced(os.path, "join", lambda *_: "stand-in"):
+        imported = os.path.join
+        assert copy.deepcopy([imported]) == [imported]
+        assert pickle.loads(pickle.dumps(imported))() == "stand-in"
+        assert imported.__name__ == "join"
+    assert copy.copy(imported) is pickle.loads(pickle.dumps(imported)) is os.path.join
 
 
 def test_a_thread_replaces_while_another_one_has_replaced_and_may_end_before_or_after_it() -> None:
