@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo import device_interface
 from torch._inductor import config
@@ -436,3 +438,24 @@ def test_compiled_units_train_alike_but_for_rounding() -> None:
     step.remove()
     assert [block._compiled_call_impl for block in model] == [None, None]
     assert before.isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
+def test_a_compiled_run_resumes_to_the_weights_of_a_whole_one(tmp_path: Path) -> None:
+    """The last batch of an epoch is smaller: it compiles once more."""
+    samples = torch.rand(18, 64, 32)
+    job = replace(blocks(Steady, Block), data=lambda: bf.Data(train=samples, validation=samples[:4]))
+    settings = settings_of("0", "1", micro_batch_size=4)
+
+    def weights(run_dir: Path, **options: Any) -> dict[str, Tensor]:
+        bf.fit(job, settings, device="cpu", run_dir=run_dir, show_progress=False, **options)
+        return load_file(run_dir / "weights.safetensors")
+
+    whole = weights(tmp_path / "whole", epochs=2)
+    weights(tmp_path / "parts", epochs=1)
+    resumed = weights(tmp_path / "parts", epochs=2, resume=True)
+    assert {name: torch.equal(resumed[name], value) for name, value in whole.items()} == dict.fromkeys(
+        whole, True
+    )
+    assert list(whole) == sorted(job.model().state_dict())
