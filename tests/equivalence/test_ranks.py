@@ -17,7 +17,7 @@ from brimful.distributed.fsdp import Sharded, sharded_units
 from brimful.errors import NonFiniteError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.results import Recovery, TrainingResult
-from brimful.settings import OptimizerImplementation, Parallelism, Settings
+from brimful.settings import Action, Compile, OptimizerImplementation, Parallelism, Settings, UnitAction
 from brimful.trainer import Trainer
 from brimful.trainer.resume import Fallback, read_fallback, write_fallback
 from helpers.ranks import on_ranks, one_after_another
@@ -57,6 +57,20 @@ def test_two_ranks_give_the_loss_curve_of_one_process(
         assert all(torch.allclose(found[name], weights[name], rtol=0, atol=1e-4) for name in weights)
     assert ranks[0][0] == ranks[1][0]
     assert all(torch.equal(ranks[0][2][name], ranks[1][2][name]) for name in weights)
+
+
+def test_compiled_units_train_alike_under_ddp() -> None:
+    """Two blocks are compiled, and the one between them is recomputed eagerly."""
+    eager = settings(2)
+    kept = tuple(UnitAction(fqn=f"blocks.{index}", action=Action.KEEP) for index in (0, 2))
+    compiled = replace(eager, compile=Compile.UNITS, units=(*eager.units, *kept))
+    ((losses, validations, weights), _), ((found, validated, found_weights), _) = (
+        on_ranks(curve, how, {"epochs": None, "steps": 3}) for how in (eager, compiled)
+    )
+    assert found != losses  # fused kernels round otherwise
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert validated == pytest.approx(validations, rel=1e-5)
+    assert list(found_weights) == list(weights)
 
 
 @pytest.mark.parametrize("parallelism", OF_TORCH)

@@ -156,12 +156,15 @@ class Settings:
             )
 
     def _check_compile(self) -> None:
+        divides_weights = self.world_size > 1 and self.parallelism is not Parallelism.DDP
+        ranks = f"one of {self.world_size} ranks under {self.parallelism}"
         reasons = {
-            f"one of {self.world_size} ranks, whose collectives are not compared yet": self.world_size > 1,
+            f"{ranks}, whose gathered weights it does not know": divides_weights,
             f"with {len(self.offloaded)} units offloaded, whose copies are between units": self.offloaded,
         }
         if self.compile is Compile.MODEL:
             reasons |= {
+                f"as a whole on {self.world_size} ranks, which is not compared yet": self.world_size > 1,
                 f"as a whole with {len(self.changed)} units recomputed, which break its graph": self.changed,
                 "as a whole with the loss computed in chunks, which begins inside of it": self.chunked_loss,
             }

@@ -24,7 +24,7 @@ from brimful.capture.recording.modules import ModuleCalls
 from brimful.cost.roofline import Roofline
 from brimful.errors import CaptureError, UsageError
 from brimful.memory import predict_memory
-from brimful.settings import Action, Compile, Precision, UnitAction
+from brimful.settings import Action, Compile, Parallelism, Precision, UnitAction
 from brimful.trace import Category, Trace
 from brimful.transforms import apply_units
 from brimful.transforms.compiled import CompiledCall
@@ -406,7 +406,9 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UsageError, match="as a whole with 1 units recomputed"):
         settings_of(compile=Compile.MODEL, units=recomputed)
     with pytest.raises(UsageError, match="one of 2 ranks"):
-        settings_of("0", world_size=2)
+        settings_of("0", world_size=2, parallelism=Parallelism.FSDP2)
+    with pytest.raises(UsageError, match=r'as a whole on 2 ranks.*or take compile="units"'):
+        settings_of(compile=Compile.MODEL, units=(), world_size=2)
     model[0].compile()
     with pytest.raises(UsageError, match="compiled or wrapped already"):
         apply_units(model, settings_of("0"))

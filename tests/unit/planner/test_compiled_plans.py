@@ -107,4 +107,4 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="value of compile"):
         planned("all")
     with pytest.raises(UsageError, match="one of 2 ranks"):
-        bf.plan(blocks(), GPU, global_batch_size=16, world_size=2, compile="units")
+        bf.plan(blocks(), GPU, global_batch_size=16, world_size=2, parallelism="fsdp2", compile="units")
