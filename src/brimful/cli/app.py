@@ -463,8 +463,8 @@ def compare(
         typer.Option(
             help="Predict the table of a guide, beside its figures where it has some, instead of a model: "
             "bert-large, xlm-r, amp, dtypes, accumulation, batch-norm, bert-checkpointing, vgg16, deep-mlp, "
-            "optimizers, anatomy, sizes, memory-format, dataloader, distributed, balanced-loss, zero, moe or compile. "
-            "Default device: that of the guide."
+            "optimizers, anatomy, sizes, memory-format, dataloader, distributed, balanced-loss, zero, moe or "
+            "compile. Default device: that of the guide."
         ),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
