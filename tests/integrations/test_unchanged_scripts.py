@@ -163,8 +163,8 @@ def test_a_trainer_trains_to_the_same_weights_inside_the_budget(trainer_script: 
 OWN_LOSS = """
 class Own(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = model(**inputs).loss
-        return (loss, None) if return_outputs else loss
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 """
 
 
@@ -187,6 +187,26 @@ def test_the_check_of_a_divided_batch_is_not_seen(is_measured: bool, tmp_path: P
     seen = json.loads((tmp_path / "seen.json").read_text(encoding="utf-8"))
     assert seen["findings"] == []
     assert seen["peak_bytes"] <= 6 * 2**20
+
+
+def test_batches_that_must_stay_whole_are_planned_by_the_lines_that_are_shown(tmp_path: Path) -> None:
+    weighted = OWN_LOSS.replace("else outputs.loss", "else outputs.loss * inputs['labels'].float().mean()")
+    script = TRAINER.replace("per_device_train_batch_size=1", "per_device_train_batch_size=8")
+    script = script.replace("trainer = Trainer(", weighted + "trainer = Own(").replace(
+        "    trainer.train()\n", "", 1
+    )
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    refused = brimful(tmp_path, "run", "--budget", "6MiB", "train.py")
+    assert "NOT the same training" in refused.stderr
+    lines = refused.stderr.partition("before trainer.train() in place of --budget:\n")[2]
+    lines = lines.replace("6MiB", "20MiB")  # whole batches do not fit 6 MiB
+    written = script.replace(
+        "try:\n", "".join(f"{line.strip()}\n" for line in lines.splitlines()[:2]) + "try:\n"
+    )
+    (tmp_path / "train.py").write_text(written, encoding="utf-8")
+    planned = brimful(tmp_path, "train.py", is_script=True)
+    assert planned.returncode == 3, planned.stderr
+    assert "micro-batch 8" in planned.stderr + planned.stdout
 
 
 def test_a_trainer_that_does_not_fit_does_not_train(trainer_script: Path) -> None:

@@ -32,6 +32,9 @@ from brimful.torch_utils.lines import is_users_own, shown_file
 from brimful.torch_utils.replaced import replace_attribute
 
 _TRAINERS = "plans a transformers.Trainer and a lightning.Trainer"
+_WHOLE_BATCHES = """brimful: to plan with whole batches, write before trainer.train() in place of --budget:
+  from brimful.integrations.transformers import apply, plan
+  apply(plan(trainer, budget={!r}, micro_batch_size={}), trainer)"""
 
 
 class PlannedTrainers:
@@ -92,7 +95,8 @@ class PlannedTrainers:
 
             if any(isinstance(each, AppliedPlan) for each in trainer.callback_handler.callbacks):
                 return own(trainer, *args, **named)  # planned already, by an earlier call or by the script
-            with self._planning():
+            whole = _WHOLE_BATCHES.format(self._budget, trainer.args.train_batch_size)
+            with self._planning(if_not_divided=whole):
                 if named.get("trial") is not None or len(args) > 1:
                     raise UsageError(
                         "a search for hyperparameters changes what each trial trains, and a plan is for one "
@@ -143,9 +147,12 @@ class PlannedTrainers:
         self._ends.callback(replace_attribute(module.Trainer, "fit", fit))
 
     @contextmanager
-    def _planning(self) -> Iterator[None]:
-        """What plans and applies: nothing of it is watched, and an error of it ends the script."""
-        with self._refusing(BrimfulError), undisturbed():
+    def _planning(self, if_not_divided: str = "") -> Iterator[None]:
+        """What plans and applies: nothing of it is watched, and an error of it ends the script.
+
+        `if_not_divided` is shown after the error of a batch that must stay whole.
+        """
+        with self._refusing(BrimfulError), self._refusing(EquivalenceError, if_not_divided), undisturbed():
             self._is_planning = True
             try:
                 yield
@@ -153,11 +160,15 @@ class PlannedTrainers:
                 self._is_planning = False
 
     @contextmanager
-    def _refusing(self, kind: type[BrimfulError]) -> Iterator[None]:
+    def _refusing(self, kind: type[BrimfulError], way_out: str = "") -> Iterator[None]:
         try:
             yield
         except kind as error:
-            self._end_by(error)
+            try:
+                self._end_by(error)
+            finally:
+                if way_out:
+                    self._say(way_out)
 
     def _end_by(self, error: BrimfulError) -> NoReturn:
         self.has_ended_script = True
