@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from brimful.cost.kinds import kind_of_bytes
+
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
 """Tensor contractions. Fused kernels alone count as attention; written out, it is matmuls and a softmax."""
 
@@ -62,6 +64,20 @@ _BEGINNINGS = {
 of the class "pointwise"."""
 
 _KIND_OF = {beginning: kind for kind, beginnings in _BEGINNINGS.items() for beginning in beginnings}
+
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"})
+
+
+def kind_of_op(base: str) -> str:
+    """The kind of operation of an op of aten by its name, such as "addmm"; of what moves bytes the class."""
+    if base.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
+        return OPTIMIZER
+    if "conv" in base:
+        return CONVOLUTION
+    if "attention" in base:
+        return ATTENTION
+    return MATMUL if base in _PRODUCTS else kind_of_bytes(base)
 
 
 def time_shares(class_seconds: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

@@ -146,7 +146,11 @@ class Evidence:
     held_in_forward: Mapping[str, Holding] = field(default_factory=dict)
     """What names of the user's code hold when the last recorded step begins its first forward."""
     time_shares: tuple[tuple[str, float], ...] = ()
-    """Shares of a step by kind of operation, largest first, as torch's profiler measures them on a CPU."""
+    """Shares of a step by kind of operation, largest first, as torch's profilers measure them."""
+    launches: int | None = None
+    """Kernels that a step launches; None on a CPU."""
+    host_waiting_seconds: float | None = None
+    """Time of the profiled step in which the host waits for the GPU, by synchronising; None on a CPU."""
     profiled_seconds: float | None = None
     """Time of the step between those that are recorded and those that run unwatched: it is profiled."""
     seconds_after: tuple[float, ...] = ()

@@ -1,4 +1,6 @@
-"""Where the time of one step goes, by torch's profiler of CPU ops, which changes no result.
+"""Where the time of one step goes, by torch's profilers, which change no result.
+
+On a CPU by the profiler of ops; on a GPU by Kineto, which records each kernel.
 
 Private torch APIs used here: `_enable_profiler_legacy` and `_disable_profiler_legacy`, which start no Kineto
 and print nothing; `profile._prepare_trace`, which both public profilers call first; `_profiler_enabled`;
@@ -10,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,10 +20,11 @@ from typing import Any
 import torch
 from torch._C._profiler import ProfilerState, _ExperimentalConfig
 from torch.autograd.profiler import profile
+from torch.profiler import ProfilerActivity, supported_activities
 
 from brimful.capture.recording.op_info import describe_op
-from brimful.cost.kinds import kind_of_bytes
-from brimful.cost.time_shares import ATTENTION, CONVOLUTION, HOST, LOADING, MATMUL, OPTIMIZER
+from brimful.cost.time_shares import HOST, LOADING, OPTIMIZER, kind_of_op
+from brimful.doctor.gpu_times import GpuTimes, gpu_times, tears_down
 from brimful.torch_utils.replaced import replaced
 
 autograd: Any = torch.autograd
@@ -30,15 +33,18 @@ _SCOPES = {"Optimizer.step#": OPTIMIZER, "enumerate(DataLoader)#": LOADING}
 _BACKWARD = "autograd::engine::"
 _NAMESPACE = "aten::"
 _COMPOSITE = "CompositeImplicitAutograd"
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"})
 
 
 class StepProfile:
     """Profiles ops from `begin` to `end`, unless the script itself uses a profiler."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self.class_seconds: dict[str, float] = {}
         """Seconds by class of op, with what no op takes as the host's; empty until `end`."""
+        self.gpu: GpuTimes | None = None
+        """What the kernels of a GPU take; None on a CPU, and until `end`."""
+        self._device_type = device_type
+        self._kineto: profile | None = None
         self._was_cut = self._is_second = False
         """Whether a loader that began has ended the first profile, and whether this is another one."""
         self._began, self._is_on, self._hooks = 0.0, False, ExitStack()
@@ -54,10 +60,18 @@ class StepProfile:
             prepare(own)
 
         self._is_second = self._was_cut
+        if self._device_type == "cpu":
+            autograd._enable_profiler_legacy(
+                autograd.ProfilerConfig(
+                    ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig()
+                )
+            )
+        elif ProfilerActivity.CUDA in supported_activities():
+            self._kineto = profile(use_device="cuda", use_kineto=True)
+            self._kineto.__enter__()
+        else:
+            return
         self._hooks.enter_context(replaced(profile, "_prepare_trace", prepared))
-        autograd._enable_profiler_legacy(
-            autograd.ProfilerConfig(ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig())
-        )
         self._is_on, self._began = True, time.perf_counter()
 
     def end(self) -> bool:
@@ -66,16 +80,37 @@ class StepProfile:
             return True
         if self._is_on:
             seconds = time.perf_counter() - self._began
-            found = _seconds_of_ops(self.stop())
-            found[HOST] += max(seconds - sum(found.values()), 0.0)
-            self.class_seconds = dict(found)
+            events = self.stop()
+            if self._kineto is None:
+                found = _seconds_of_ops(events)
+                found[HOST] += max(seconds - sum(found.values()), 0.0)
+                self.class_seconds = dict(found)
+            else:
+                self.gpu = gpu_times(self._kineto.function_events)
         return False
+
+    def seconds_by_class(self, step_seconds: float | None) -> dict[str, float]:
+        """Seconds of a step by class of op or kernel, with what is the host's.
+
+        Profiling lengthens no kernel, but the launches between them: on a GPU the host has what the kernels
+        omit of a step that is not profiled.
+
+        Args:
+            step_seconds: What such a step takes, waiting for data included, if it is known.
+        """
+        if self.gpu is None:
+            return self.class_seconds
+        of_kernels = {**self.gpu.class_seconds, LOADING: self.gpu.loading_seconds}
+        idle = self.gpu.idle_seconds
+        if step_seconds is not None:
+            idle = max(step_seconds - sum(of_kernels.values()), 0.0)
+        return {kind: each for kind, each in {**of_kernels, HOST: idle}.items() if each > 0}
 
     def note_loader(self) -> None:
         """End a first profile as a loader begins: what follows may be an evaluation, which most steps lack."""
         if self._is_on and not self._is_second:
-            self.stop()
             self._was_cut = True
+            self.stop()
 
     def stop(self) -> list[list[Any]]:
         """Profile no more; returns the events of each thread."""
@@ -83,7 +118,12 @@ class StepProfile:
             return []
         self._is_on = False
         self._hooks.close()
-        return list(autograd._disable_profiler_legacy())
+        if self._kineto is None:
+            return list(autograd._disable_profiler_legacy())
+        # Kineto unloads CUPTI while it runs on: another profile that follows at once would meet it.
+        with nullcontext() if self._was_cut and not self._is_second else tears_down():
+            self._kineto.__exit__(None, None, None)
+        return []
 
 
 @dataclass(slots=True)
@@ -129,17 +169,7 @@ def _class_of(call: _Call) -> str:
         return LOADING
     if not name.startswith(_NAMESPACE) or not _computes(name):
         return HOST
-    return call.within or _class_of_op(name.removeprefix(_NAMESPACE).rstrip("_"))
-
-
-def _class_of_op(base: str) -> str:
-    if base.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
-        return OPTIMIZER
-    if "conv" in base:
-        return CONVOLUTION
-    if "attention" in base:
-        return ATTENTION
-    return MATMUL if base in _PRODUCTS else kind_of_bytes(base)
+    return call.within or kind_of_op(name.removeprefix(_NAMESPACE).rstrip("_"))
 
 
 @cache

@@ -61,6 +61,8 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "growth_bytes_per_step": evidence.growth_bytes,
         "step_seconds": evidence.step_seconds,
         "time_shares": dict(evidence.time_shares),
+        "launches": evidence.launches,
+        "host_waiting_seconds": evidence.host_waiting_seconds,
         "watching_seconds": evidence.watching_seconds,
         "error": evidence.error,
         "compiled": evidence.compiled,
@@ -81,6 +83,8 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
         growth_bytes=evidence.growth_bytes,
         step_seconds=evidence.step_seconds,
         time_shares=evidence.time_shares,
+        launches=evidence.launches,
+        host_waiting_seconds=evidence.host_waiting_seconds,
         watching_seconds=evidence.watching_seconds,
         notes=evidence.notes,
     )

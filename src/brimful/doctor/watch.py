@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import accumulate
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -163,7 +164,7 @@ class Watch:
         self._waited = 0.0
         self._waited_at: dict[str, tuple[float, int]] = {}
         """Seconds by the line that waits for a DataLoader, in recorded and timed steps, and its workers."""
-        self._profile = StepProfile()
+        self._profile = StepProfile(self._ops.device_type)
         self._profiled_seconds: float | None = None
         """Time of the first step after those that are recorded, with the end of recording and the profile."""
         self._began: float | None = None
@@ -291,6 +292,7 @@ class Watch:
         """What was seen so far."""
         ops, backwards, steps = self._ops, self._backwards, len(self._ends)
         evaluation = self._first_evaluation
+        usual = median(seconds for seconds, _ in self._after) if self._after else None
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
         never = [name for name, count in self._without_gradient.items() if count == steps > 1]
         unused = {
@@ -325,7 +327,9 @@ class Watch:
             trace=trace,
             steps=tuple(self._ends),
             held_in_forward=self._held_in_forward,
-            time_shares=time_shares(self._profile.class_seconds.items()),
+            time_shares=time_shares(self._profile.seconds_by_class(usual).items()),
+            launches=None if self._profile.gpu is None else self._profile.gpu.launches,
+            host_waiting_seconds=None if self._profile.gpu is None else self._profile.gpu.waiting_seconds,
             profiled_seconds=self._profiled_seconds,
             seconds_after=tuple(seconds for seconds, _ in self._after),
             core_wait_fraction=self._core_wait_fraction,
@@ -624,10 +628,9 @@ class Watch:
         self.on_step()
         if len(self._ends) >= self._asked:
             self._stop()
-            if self._ops.device_type == "cpu":
-                self._profile.begin()
-            else:
+            if self._ops.device_type == "cuda":
                 torch.cuda.synchronize()
+            self._profile.begin()
         self._began = time.perf_counter()
 
     @property

@@ -18,6 +18,8 @@ def watched_rows(
     growth_bytes: int | None,
     step_seconds: float | None,
     time_shares: Iterable[tuple[str, float]],
+    launches: int | None,
+    host_waiting_seconds: float | None,
     watching_seconds: float | None,
     notes: Iterable[str],
 ) -> Iterator[Part]:
@@ -33,6 +35,9 @@ def watched_rows(
         yield Row("step", f"{format_seconds(step_seconds)}, unwatched")
     if shares := tuple(time_shares):
         yield Row("time goes to", time_shares_text(shares))
+    if launches is not None and host_waiting_seconds is not None:
+        waits = f"the host waits {format_seconds(host_waiting_seconds)} for the GPU"
+        yield Row("launches", f"{launches:,} kernels a step; {waits}")
     if watching_seconds is not None:
         yield Row("watching", f"added {format_seconds(watching_seconds)} to these steps")
     yield from (Remark("note", each) for each in notes)

@@ -81,6 +81,8 @@ class _WatchedFile:
     growth_bytes_per_step: int | None
     step_seconds: float | None
     time_shares: dict[str, float] = field(default_factory=dict)
+    launches: int | None = None
+    host_waiting_seconds: float | None = None
     watching_seconds: float | None = None
     findings: tuple[_Finding, ...]
     savings: tuple[Saving, ...] = ()
@@ -179,6 +181,8 @@ def _peak(found: _WatchedFile) -> Iterator[Part]:
         growth_bytes=found.growth_bytes_per_step,
         step_seconds=found.step_seconds,
         time_shares=found.time_shares.items(),
+        launches=found.launches,
+        host_waiting_seconds=found.host_waiting_seconds,
         watching_seconds=found.watching_seconds,
         notes=found.notes,
     )
