@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: kernels by kind, waiting for the host and for data, launches.
+"""On a GPU, where the time of a step goes: kernels by kind, waiting for the host and for data, launches.
 
 From what Kineto records, torch's profiler of GPUs: ops and calls of the CUDA runtime on the host, kernels and
 copies on the device. Events of AMD's GPUs have this form as well.
