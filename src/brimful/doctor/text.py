@@ -48,16 +48,17 @@ def watched_report(evidence: Evidence) -> Report:
 def watched_document(evidence: Evidence) -> dict[str, Any]:
     """The memory and time of a watched run, and what is wrong with it, as JSON."""
     memory = predict_memory(evidence.trace) if evidence.trace.events else None
+    held = None if memory is None else _held(memory, evidence.failed)
     return {
         "device": evidence.trace.device_kind,
         "torch": evidence.trace.torch_version,
         "steps": len(evidence.steps),
-        "peak_bytes": None if memory is None else memory.peak_allocated_bytes,
+        "peak_bytes": None if held is None else held.peak_allocated_bytes,
         "measured_peak_bytes": evidence.measured_peak_bytes,
         "peak_phase": None if memory is None else memory.peak_phase,
-        "categories": {} if memory is None else dict(memory.breakdown),
-        "modules": [] if memory is None else [asdict(each) for each in memory.modules],
-        "largest": [] if memory is None else [asdict(each) for each in memory.largest],
+        "categories": {} if held is None else dict(held.breakdown),
+        "modules": [] if held is None else [asdict(each) for each in held.modules],
+        "largest": [] if held is None else [asdict(each) for each in held.largest],
         "growth_bytes_per_step": evidence.growth_bytes,
         "step_seconds": evidence.step_seconds,
         "time_shares": dict(evidence.time_shares),
@@ -75,7 +76,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
 
 
 def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
-    held = memory if evidence.failed is None else _without_asked(memory, evidence.failed)
+    held = _held(memory, evidence.failed)
     yield Row("peak", f"{format_bytes(held.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
     yield from watched_rows(
         failed=evidence.failed,
@@ -92,8 +93,10 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     yield findings_part(findings(evidence))
 
 
-def _without_asked(memory: MemoryPrediction, failed: Failure) -> MemoryPrediction:
-    """What was held when memory ran out, without what was asked for then."""
+def _held(memory: MemoryPrediction, failed: Failure | None) -> MemoryPrediction:
+    """What was held at the peak; where memory ran out, without what was asked for then."""
+    if failed is None:
+        return memory
     asked_bytes = failed.requested_bytes or 0
     return replace(
         memory,

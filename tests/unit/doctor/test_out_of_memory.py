@@ -76,7 +76,9 @@ def test_an_error_is_explained_by_what_was_asked_for_and_what_held_the_memory() 
     assert "1048576 GiB" not in text.partition("at the peak")[2].partition("would take less")[0]
     assert "█" in re.search(r"saved tensors.*", text)[0]  # type: ignore[index]
     assert "activation checkpointing" in text
-    assert watched_document(evidence)["failed"]["requested_bytes"] == TOO_MUCH
+    document = watched_document(evidence)
+    assert document["failed"]["requested_bytes"] == TOO_MUCH
+    assert document["peak_bytes"] == sum(document["categories"].values()) < TOO_MUCH
 
 
 def test_memory_that_ran_out_in_a_recorded_step_and_was_caught_is_mentioned() -> None:

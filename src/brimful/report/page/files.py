@@ -153,9 +153,7 @@ def watched_file_page(content: bytes, *, where: str) -> Page:
     title = f"{script}watched {found.steps} optimizer step{'s' if found.steps != 1 else ''} on {found.device}"
     if why := why_partial(found.error, found.compiled):
         return Page(title=title, sections=(Section(title="Recording", content=(Remark("note", why),)),))
-    asked_bytes = 0 if found.failed is None else found.failed.requested_bytes or 0
-    held = "" if found.peak_bytes is None else format_bytes(found.peak_bytes - asked_bytes)
-    peak = held and f", {held} in tensors at the peak"
+    peak = "" if found.peak_bytes is None else f", {format_bytes(found.peak_bytes)} in tensors at the peak"
     return Page(title=f"{title}{peak}", sections=tuple(sections))
 
 
