@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
-from brimful import plan
+from brimful import estimate, plan
 from brimful.distributed.fsdp import Sharded, sharded_units
 from brimful.errors import NonFiniteError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
@@ -59,15 +59,25 @@ def test_two_ranks_give_the_loss_curve_of_one_process(
     assert all(torch.equal(ranks[0][2][name], ranks[1][2][name]) for name in weights)
 
 
-def test_compiled_units_train_alike_under_ddp() -> None:
+def curve_and_graphs(how: Settings, options: dict[str, Any]) -> tuple[tuple[Any, ...], int]:
+    """What training came to, and how many graphs were compiled."""
+    from torch._dynamo.utils import counters
+
+    return curve(how, options), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("parallelism", OF_TORCH)
+def test_compiled_units_train_alike_on_two_ranks(parallelism: Parallelism) -> None:
     """Two blocks are compiled, and the one between them is recomputed eagerly."""
-    eager = settings(2)
+    eager = settings(2, parallelism=parallelism)
     kept = tuple(UnitAction(fqn=f"blocks.{index}", action=Action.KEEP) for index in (0, 2))
     compiled = replace(eager, compile=Compile.UNITS, units=(*eager.units, *kept))
-    ((losses, validations, weights), _), ((found, validated, found_weights), _) = (
-        on_ranks(curve, how, {"epochs": None, "steps": 3}) for how in (eager, compiled)
+    (alone, of_eager), (together, of_compiled) = (
+        on_ranks(curve_and_graphs, how, {"epochs": None, "steps": 3, "branches": has_branches(how)})[0]
+        for how in (eager, compiled)
     )
-    assert found != losses  # fused kernels round otherwise
+    (losses, validations, weights), (found, validated, found_weights) = alone, together
+    assert of_eager == 0 < of_compiled
     assert found == pytest.approx(losses, rel=1e-5)
     assert validated == pytest.approx(validations, rel=1e-5)
     assert list(found_weights) == list(weights)
@@ -140,6 +150,49 @@ def predicted_and_measured(parallelism: str, accumulation: int) -> tuple[int, in
 def test_the_memory_of_a_rank_is_as_predicted(accumulation: int) -> None:
     predicted, measured = predicted_and_measured("ddp", accumulation)
     assert predicted == pytest.approx(measured, rel=0.03)
+
+
+class Pointwise(nn.Module):
+    """Of which eager code saves each intermediate, and compiled code the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.sigmoid() * x.tanh() * x.exp().add(1).log()
+
+
+def pointwise_blocks() -> Job:
+    held = {"x": torch.randn(GLOBAL_BATCH, 16, 64, generator=torch.Generator().manual_seed(3))}
+    return Job(
+        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), Pointwise()) for _ in range(3))),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        batch=held,
+        data=lambda: Data(train=held),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+    )
+
+
+def measured_of_pointwise_blocks(how: Settings) -> int | None:
+    trainer = Trainer(
+        pointwise_blocks(), how, device="cpu", show_progress=False, epochs=None, steps=4, verify=False
+    )
+    return trainer.fit().measured_peak_allocated_bytes
+
+
+def test_the_memory_of_compiled_units_under_fsdp2_is_as_predicted() -> None:
+    """Hooks that gather and free parameters run outside of the compiled code."""
+    peaks = []
+    for compiles in (Compile.NONE, Compile.UNITS):
+        how = Settings(
+            micro_batch_size=GLOBAL_BATCH // 2,
+            world_size=2,
+            parallelism=Parallelism.FSDP2,
+            compile=compiles,
+            units=tuple(UnitAction(fqn=str(index), action=Action.KEEP) for index in range(3)),
+        )
+        predicted = estimate(pointwise_blocks(), "cpu", settings=how).predicted_peak_allocated_bytes
+        (measured, _other) = on_ranks(measured_of_pointwise_blocks, how)
+        assert predicted == pytest.approx(measured, rel=0.01)
+        peaks.append(predicted)
+    assert peaks[1] < 0.8 * peaks[0]
 
 
 def test_a_rank_of_fsdp2_takes_at_least_what_is_predicted() -> None:

@@ -156,10 +156,10 @@ class Settings:
             )
 
     def _check_compile(self) -> None:
-        divides_weights = self.world_size > 1 and self.parallelism is not Parallelism.DDP
+        is_of_deepspeed = self.world_size > 1 and self.parallelism.is_zero
         ranks = f"one of {self.world_size} ranks under {self.parallelism}"
         reasons = {
-            f"{ranks}, whose gathered weights it does not know": divides_weights,
+            f"{ranks}, where DeepSpeed calls the model": is_of_deepspeed,
             f"with {len(self.offloaded)} units offloaded, whose copies are between units": self.offloaded,
         }
         if self.compile is Compile.MODEL:

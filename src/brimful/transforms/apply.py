@@ -23,7 +23,7 @@ from brimful.settings import (
 )
 from brimful.torch_utils.module_names import plain_modules, resolved, unwrapped
 from brimful.transforms.chunked_loss import DeferringLinear
-from brimful.transforms.compiled import CompiledModules, compiled_calls
+from brimful.transforms.compiled import CompiledCall, CompiledModules, compiled_calls
 from brimful.transforms.input_ops import FollowedForward, InputOps
 from brimful.transforms.offload import OffloadSchedule, ScheduledUnit
 from brimful.transforms.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns
@@ -32,7 +32,7 @@ from brimful.transforms.segments import Link, links
 _CHECKPOINTING_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that switch on checkpointing in transformers (5.23) and diffusers (0.42), and in timm (1.0)."""
 
-_StandIn = UnitForward | UnitRuns | DeferringLinear | FollowedForward
+_StandIn = UnitForward | UnitRuns | DeferringLinear | FollowedForward | CompiledCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +44,11 @@ class Applied:
     """The units that are not kept."""
     _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
     _switched_off: list[tuple[nn.Module, str]] = field(repr=False)
-    _compiled: list[nn.Module] = field(repr=False)
 
     def remove(self) -> None:
-        """Restore the call, forward and checkpointing of every module; calling it again does nothing."""
+        """Restore the forward and checkpointing of every module; calling it again does nothing."""
         while self._switched_off:
             setattr(*self._switched_off.pop(), True)
-        while self._compiled:
-            self._compiled.pop()._compiled_call_impl = None
         for module, stand_in in self._patched:
             if module.__dict__.get("forward") is stand_in:
                 del module.__dict__["forward"]
@@ -107,11 +104,9 @@ def apply_units(model: nn.Module, settings: Settings, compiled: CompiledModules 
     if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
         raise UsageError("a unit is named twice, or a Sequential and also a run of its children.")
     _check_offloaded(settings.units, modules)
-    calls = list(compiled_calls(settings, modules, compiled))
+    stand_ins += compiled_calls(settings, modules, compiled)
     for module, stand_in in stand_ins:
         module.forward = stand_in
-    for module, call in calls:
-        module._compiled_call_impl = call
     switches = [] if settings.own_checkpointing else list(_switches_on(model))
     for module, name in switches:
         setattr(module, name, False)
@@ -120,7 +115,6 @@ def apply_units(model: nn.Module, settings: Settings, compiled: CompiledModules 
         units=settings.changed,
         _patched=tuple(stand_ins),
         _switched_off=switches,
-        _compiled=[module for module, _call in calls],
     )
 
 

@@ -1,10 +1,11 @@
-"""Modules compiled in place by `torch.compile`: their classes, hooks and `state_dict` keys stay as they are.
+"""Forwards compiled in place by `torch.compile`: classes, hooks and `state_dict` keys stay as they are.
 
-A module is compiled as one graph with the sizes that it is given. One whose forward breaks the graph, or does
-not compile, runs eagerly from then on, with one warning. Modules that are alike share their compiled code, also
-where a model has many kinds of them: torch counts recompilations of each kind by itself.
+A forward is compiled as one graph with the sizes that it is given. One that breaks the graph, or does not
+compile, runs eagerly from then on, with one warning. Modules that are alike share their compiled code, also
+where a model has many kinds of them: torch counts recompilations of each kind by itself. Hooks of the module
+run outside of the compiled code: FSDP2's gather and free its parameters.
 
-Private torch APIs used here: `nn.Module._compiled_call_impl`, which `nn.Module.compile` sets, `_call_impl`,
+Private torch APIs used here: `nn.Module._compiled_call_impl`, which `nn.Module.compile` sets,
 `torch._dynamo.config`, `torch._dynamo.exc` and `torch._inductor.cpp_builder` (checked: torch 2.13).
 """
 
@@ -38,25 +39,35 @@ class CompiledModules:
         return CompiledCall(module, fqn, self.function_for(module))
 
     def function_for(self, module: nn.Module) -> Compiled:
-        """The compiled function of all modules that are like this one."""
+        """The compiled function of all modules that are like this one, with the module as first argument."""
+        if own := vars(module).get("forward"):  # of this instance, not of its class
+
+            def forward(_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return own(*args, **kwargs)
+
+            return self._compiled(forward)
         kind = _kind_of(module)
         if kind not in self._functions:
             # torch keeps what it compiled with the code object, so each kind has its own.
-            call = FunctionType(_call.__code__.replace(), _call.__globals__)
-            compiled = torch.compile(call, backend=self._backend, fullgraph=True, dynamic=False)
-            self._functions[kind] = compiled
+            forward = FunctionType(_forward.__code__.replace(), _forward.__globals__)
+            self._functions[kind] = self._compiled(forward)
         return self._functions[kind]
+
+    def _compiled(self, forward: Compiled) -> Compiled:
+        return torch.compile(forward, backend=self._backend, fullgraph=True, dynamic=False)
 
 
 class CompiledCall:
-    """Stands in for a module's call: the compiled one, or the eager one where that does not compile."""
+    """Stands in for a module's forward: the compiled one, or the eager one where that does not compile."""
 
     def __init__(self, module: nn.Module, fqn: str, compiled: Compiled) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        """The original bound method."""
         self._module, self._fqn = module, fqn
         self._compiled: Compiled | None = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """The result of the module's forward."""
         from torch._dynamo import config
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -70,7 +81,7 @@ class CompiledCall:
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 what = repr(self._fqn) if self._fqn else "the model"
                 self._note(f"{what} runs eagerly, as torch.compile does not compile it as one graph: {reason}")
-        return self._module._call_impl(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def _run(self, compiled: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return compiled(self._module, *args, **kwargs)
@@ -134,8 +145,8 @@ def _check_cpp_compiler() -> None:
         ) from error
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
 def _kind_of(module: nn.Module) -> Hashable:
