@@ -180,6 +180,10 @@ class Evidence:
     not_optimized_models: tuple[NotOptimized, ...] = ()
     host_reads: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code waited for a value from the device, outside of optimizers."""
+    pageable_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that lines of code copied to a GPU in recorded steps, of memory that is not pinned."""
+    made_on_the_host: Mapping[str, int] = field(default_factory=dict)
+    """How often lines of code copied to a GPU what a forward had made on the host."""
     cache_flushes: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code called `torch.cuda.empty_cache` in recorded steps."""
     loading_line: str = ""
@@ -248,6 +252,11 @@ class Evidence:
             models=tuple(name for path, name in trace.module_classes if not path),
             batch_norms=tuple(path for path, name in trace.module_classes if name.startswith("BatchNorm")),
         )
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps of which all is recorded, at least 1: what follows the last one's end is not."""
+        return max(len(self.steps) - 1, 1)
 
     @property
     def repeated(self) -> dict[str, list[Backward]]:

@@ -36,6 +36,7 @@ from brimful.capture.recording.op_log import OpLog
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
+from brimful.doctor.host_copies import HostCopies
 from brimful.execution.held_memory import size_after
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.torch_utils.graphs import grad_fn_of, saved_by, storage_key
@@ -84,6 +85,11 @@ class CalledModules(ModuleCalls):
         """The models that were called and are there, each with the prefix of its paths."""
         models = ((prefix, reference()) for prefix, reference in self._models.items())
         return [(prefix, model) for prefix, model in models if model is not None]
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a module's forward runs."""
+        return bool(self._stack)
 
     def name_of(self, model: nn.Module) -> str:
         """The prefix of a model's paths, or else the variable that holds it, or else its class."""
@@ -145,6 +151,7 @@ class WatchedOps(TorchDispatchMode):
         """Lines at which memory ran out, and after which the run went on."""
         self.host_reads: dict[str, int] = {}
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
+        self.host_copies = HostCopies(StorageLedger(self.log.ops, self.facts))
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         """Until memory ran out, if it did."""
         self.divides_gradients = False
@@ -298,6 +305,10 @@ class WatchedOps(TorchDispatchMode):
         if info.reads_values and inputs and is_in_step and not _is_of_scaler():
             line = calling_line()
             self.host_reads[line] = self.host_reads.get(line, 0) + 1
+        if self.device_type != "cpu" and is_in_step:
+            if self.modules.is_in_call:
+                self.host_copies.follow(info, args, kwargs, out)
+            self.host_copies.note(func, args, out, self.device_type)
         if info.has_no_cost:
             return
         outputs = list(tensors_in(out))

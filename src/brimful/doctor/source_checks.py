@@ -37,7 +37,7 @@ SourceCheck = Callable[[Source], Iterator[Finding]]
 SOURCE_CHECKS: list[SourceCheck] = []
 """All checks."""
 
-NOTES = frozenset({"waits-for-values"})
+NOTES = frozenset({"pageable-memory", "waits-for-values"})
 """Checks whose findings are notes: they are true of most scripts, and seldom matter much."""
 
 NOT_CHECKED = "not-checked"
@@ -754,6 +754,94 @@ _READS = {
     *("PIL.Image.open", "cv2.imread", "imageio.imread", "librosa.load", "numpy.load", "open", "torch.load"),
     *("torchaudio.load", "torchvision.io.read_image"),
 }
+
+
+@source_check
+def pageable_memory(source: Source) -> Iterator[Finding]:
+    """A DataLoader without pinned memory, whose batches a training loop moves to the GPU."""
+    if not source.uses_cuda or "pin_memory" in source.text:
+        return
+    moved = {name for each in source.trainings for name in _names_moved_from(each.loop)}
+    for call in source.calls:
+        parent, has_more = source.parents[call], any(each.arg is None for each in call.keywords)
+        names = {name_of(each) for each in parent.targets} if isinstance(parent, ast.Assign) else set()
+        is_loader = source.full_name(call.func) == "torch.utils.data.DataLoader"
+        if is_loader and not has_more and names & moved:
+            yield known_fault("pageable-memory", source.line(call))
+
+
+def _names_moved_from(loop: Loop) -> set[str]:
+    """Names over which a loop runs, if it moves what they yield to a device."""
+    if isinstance(loop, ast.While):
+        return set()
+    batch = _names_within(loop.target)
+    inside = [node for node in ast.walk(loop) if isinstance(node, ast.comprehension)]
+    batch |= {
+        name for each in inside if batch & _names_within(each.iter) for name in _names_within(each.target)
+    }
+    moved = {_base_name(each) for node in ast.walk(loop) if (each := _moved(node)) is not None}
+    return _names_within(loop.iter) if moved & batch else set()
+
+
+def _names_within(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+@source_check
+def made_on_the_host(source: Source) -> Iterator[Finding]:
+    """A tensor of known values that each forward or step makes on the host and copies to the GPU."""
+    elsewhere = ("set_default_device", "set_default_tensor_type")
+    if not source.uses_cuda or any(each in source.text for each in elsewhere):
+        return
+    loops = {each.loop for each in source.trainings}
+    for call in source.calls:
+        function, loop = source.function_of(call), source.loop_of(call)
+        is_in_forward = getattr(function, "name", "") == "forward" and loop is None
+        outer = loop if loop in loops else function if is_in_forward else None
+        if outer is None or _moved(call) is None or source.conditions_of(call, outer):
+            continue
+        made = _maker_of(source, call)
+        is_on_device = any("device" in ast.unparse(each).lower() for each in _contexts_of(source, call))
+        if made is not None and keyword(made, "device") is None and not is_on_device:
+            where = call.args[0] if call.args else keyword(call, "device")
+            device = '"cuda"' if where is None else ast.unparse(where)
+            yield known_fault("made-on-the-host", source.line(call), name=device)
+
+
+def _moved(node: ast.AST) -> ast.expr | None:
+    """What a call moves to a device that is not called the CPU; None for another node."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    where = node.args[0] if node.args else keyword(node, "device")
+    name = "" if where is None else ast.unparse(where).lower()
+    is_move = node.func.attr == "to" and _GPU.search(name) and "cpu" not in name
+    return node.func.value if is_move or node.func.attr == "cuda" else None
+
+
+_GPU = re.compile(r"cuda|device|gpu")
+
+
+def _maker_of(source: Source, call: ast.Call) -> ast.Call | None:
+    """The call that makes the tensor of known values which a chain of calls begins with."""
+    made: ast.expr = call
+    while isinstance(made, ast.Call):
+        name = source.full_name(made.func)
+        if name in _MAKES_KNOWN_VALUES:
+            return made
+        if name in ("torch.tril", "torch.triu") and made.args:
+            made = made.args[0]
+        else:
+            made = made.func.value if isinstance(made.func, ast.Attribute) else made.func
+    return None
+
+
+_MAKES_KNOWN_VALUES = {f"torch.{each}" for each in ("arange", "eye", "full", "linspace", "ones", "zeros")}
+"""Functions whose result is the same on any device; random numbers are not."""
+
+
+def _contexts_of(source: Source, node: ast.AST) -> list[ast.expr]:
+    around = [each for each in source.ancestors(node) if isinstance(each, ast.With)]
+    return [item.context_expr for each in around for item in each.items]
 
 
 @source_check

@@ -344,6 +344,8 @@ class Watch:
             not_optimized=dict(self._not_optimized),
             not_optimized_models=tuple(self._found_not_optimized(trace)),
             host_reads=dict(ops.host_reads),
+            pageable_bytes=dict(ops.host_copies.pageable_bytes),
+            made_on_the_host=dict(ops.host_copies.made),
             cache_flushes=dict(self._cache_flushes),
             loader_workers=self._waited_at[line][1] if line else None,
             loading_line=line,

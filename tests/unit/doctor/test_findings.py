@@ -785,7 +785,7 @@ def test_an_estimate_refuses_operators_that_take_functions_in_words() -> None:
 def test_every_check_has_a_planted_fault() -> None:
     named = {function.__name__ for function in CHECKS}
     assert len(named) >= 30
-    assert len(named) - len(ON_GPUS) - 1 == len(PLANTED)  # and one under DDP
+    assert len(named) - len(ON_GPUS) - 3 == len(PLANTED)  # two of copies to a GPU, and one under DDP
 
 
 def reading(faulty: bool) -> None:
@@ -818,6 +818,53 @@ ON_GPUS: dict[str, Callable[[bool], None]] = {
     "half-precision-missed": single,
 }
 """Checks that find something on a GPU alone: what a CPU recorded is taken for a GPU's."""
+
+
+class Positions(nn.Module):
+    def __init__(self, *, on_host: bool) -> None:
+        super().__init__()
+        self.embed, self.body, self.on_host = nn.Embedding(64, WIDTH), Net(), on_host
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(64).flip(0).to(x.device) if self.on_host else torch.arange(64, device=x.device)
+        noise = torch.rand(WIDTH).to(x.device)  # other numbers on another device
+        label = torch.zeros(WIDTH)
+        label[3] = noise.numel()
+        scores: Tensor = self.body(x + self.embed(places).mean(0) + noise + label.to(x.device))
+        return scores
+
+
+def elsewhere(loop: Callable[[nn.Module, torch.optim.Optimizer], None], model: nn.Module) -> dict[str, int]:
+    """Findings of a loop whose device is not the host, and how many there are; it has no values."""
+    watch = Watch(9)
+    watch._ops.device_type = "meta"  # stands for a GPU
+    model.to("meta")
+    with watch:
+        loop(model, sgd(model))
+    assert not watch.error
+    return Counter(each.check for each in findings(watch.evidence()))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_a_forward_makes_on_the_host_and_copies_is_found(on_host: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data(4):
+            step(model, optimizer, x.to("meta"), y.to("meta"))
+
+    assert elsewhere(loop, Positions(on_host=on_host)) == ({"made-on-the-host": 1} if on_host else {})
+
+
+@pytest.mark.parametrize(("samples", "is_pinned"), [(2**14, False), (2**14, True), (2**10, False)])
+def test_batches_in_pageable_memory_are_found_if_they_are_large(
+    samples: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data(4, samples):
+            step(model, optimizer, x.to("meta", non_blocking=True), y.to("meta"))
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
+    is_large = samples * WIDTH * 4 > 2**20
+    assert ("pageable-memory" in elsewhere(loop, Net())) == (is_large and not is_pinned)
 
 
 @pytest.mark.parametrize("faulty", [True, False])

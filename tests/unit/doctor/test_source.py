@@ -65,6 +65,21 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return Image.open(self.paths[index])
 """
+ONE_BY_ONE, AS_A_DICT = (
+    "x, y = x.to(device), y.to(device)",
+    "batch = {k: v.to(device, non_blocking=True) for k, v in enumerate((x, y))}",
+)
+LOADED = "loader = DataLoader(rows, 32, pin_memory=True)" + CLEAN.replace("batches):", "loader):").replace(
+    "        optimizer.zero_grad()", f"        {ONE_BY_ONE}\n        optimizer.zero_grad()"
+)
+POSITIONS = (
+    """
+class Embedded(nn.Module):
+    def forward(self, x):
+        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+"""
+    + CLEAN
+)
 TRAINER = """
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 options = TrainingArguments("out", eval_strategy="epoch", eval_accumulation_steps=1)
@@ -113,6 +128,11 @@ FAULTS: list[tuple[str, str, str, str]] = [
         ", num_workers=4",
         "",
     ),
+    ("pageable-memory", LOADED, ", pin_memory=True", ""),
+    ("pageable-memory", LOADED.replace(ONE_BY_ONE, AS_A_DICT), ", pin_memory=True", ""),
+    ("made-on-the-host", POSITIONS, "arange(x.shape[1], device=x.device)", "arange(x.shape[1]).to(x.device)"),
+    ("made-on-the-host", POSITIONS, "torch.arange(x.shape[1], device=x.device)", "torch.ones(4).triu().cuda()"),
+    ("made-on-the-host", CLEAN, "out = model(x)", "out = model(x, torch.zeros(len(x)).to('cuda'))"),
     (
         "cache-flushed",
         CLEAN,
@@ -154,6 +174,11 @@ HARMLESS = [
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
     ("with torch.no_grad():", "with torch.inference_mode():"),
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
+    ("out = model(x)", "out = model(x, torch.randn(len(x)).to('cuda'))"),
+    ("out = model(x)", "out = model(x, torch.zeros(len(x)).to('cpu'))"),
+    ("out = model(x)", "out = model(x, torch.zeros(len(x)).to(x.dtype))"),
+    ("out = model(x)", "out = model(x, torch.zeros(2).to('cuda') if i == 0 else None)"),
+    ("for epoch in range(3):", "weights = torch.ones(4).to('cuda')\nfor epoch in range(3):"),
     ("def evaluate():", "def clear():\n    optimizer.zero_grad(set_to_none=False)\n\ndef evaluate():"),
     ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
     ("zero_grad()", "zero_grad(set_to_none=True)"),
@@ -202,6 +227,14 @@ SCHEDULED = "from transformers import get_linear_schedule_with_warmup" + CLEAN.r
     "criterion =", "optim_warm = get_linear_schedule_with_warmup(optimizer, 10, 100)\ncriterion ="
 ).replace("if i % 100 == 0:", "if i % 100 == 0:\n            optim_warm.step()")
 
+ON_THE_HOST = LOADED.replace(", pin_memory=True", "").replace(ONE_BY_ONE, "pass")
+WITH_OPTIONS = LOADED.replace("pin_memory=True", "**options")
+MADE_THERE = POSITIONS.replace("arange(x.shape[1], device=x.device)", "arange(4).to(x.device)")
+CACHED = MADE_THERE.replace(
+    "        return self.tokens", "        if self.seen is None:\n            return self.tokens"
+)
+FILLED = MADE_THERE.replace("torch.arange(4)", "torch.tensor(self.places)")
+
 
 def found(text: str) -> dict[str, int]:
     """The number of the first line of each check's findings."""
@@ -246,7 +279,9 @@ def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> 
     assert found(faulty.replace(old, new)) == {}
 
 
-@pytest.mark.parametrize("text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED])
+@pytest.mark.parametrize(
+    "text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED, ON_THE_HOST, WITH_OPTIONS, CACHED, FILLED]
+)
 def test_a_script_that_means_what_looks_like_a_fault_has_no_finding(text: str) -> None:
     assert found(text) == {}
 
