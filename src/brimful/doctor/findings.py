@@ -15,6 +15,7 @@ from operator import itemgetter
 from statistics import median
 
 from brimful.doctor.evidence import Evidence
+from brimful.doctor.not_recomputed import without_recomputation
 from brimful.memory import live_profile
 from brimful.memory.liveness import LiveProfile
 from brimful.prediction.growth import growth
@@ -475,6 +476,24 @@ _lines_check("softmax-twice", lambda seen: seen.softmax_twice)
 
 
 # The step's peak
+
+
+@check
+def checkpointing_saves_nothing(seen: Seen) -> Iterator[Finding]:
+    """A checkpointed region whose backward holds as much as is held without checkpointing."""
+    again = seen.made_by(lambda op: op.recomputed)
+    size_bytes = sum(size for size, _ in again)
+    if not seen.is_large(size_bytes) or seen.evidence.failed:
+        return
+    kept = without_recomputation(seen.evidence.trace)
+    if kept is not None and not seen.is_large(live_profile(kept, 1).peak_bytes - seen.peak_bytes):
+        modules = sorted({op.module for _, op in again})
+        yield Finding(
+            what=f"{_some(modules)} run again, and hold as much at the peak as without checkpointing",
+            change="checkpoint each block by itself, or none: the forward need not run twice",
+            line=again[0][1].line,
+            size_bytes=size_bytes,
+        )
 
 
 @check

@@ -19,7 +19,9 @@ import brimful as bf
 from brimful.doctor import Watch, watched_text
 from brimful.doctor.evaluation import FORWARDS
 from brimful.doctor.findings import CHECKS, Finding, findings
+from brimful.doctor.not_recomputed import without_recomputation
 from brimful.errors import CaptureError
+from brimful.memory import live_profile
 from brimful.trace import Phase
 
 WIDTH = 32
@@ -293,11 +295,12 @@ def parallel(faulty: bool) -> None:
 
 
 def checkpointed(faulty: bool) -> None:
-    model = Net()
-    optimizer = sgd(model)
+    model, first = Net(), Net().body
+    optimizer = torch.optim.SGD([*model.parameters(), *first.parameters()], lr=0.01)
     for x, y in data():
         optimizer.zero_grad()
-        hidden = checkpoint(model.body, x, use_reentrant=faulty)
+        hidden = checkpoint(first, x, use_reentrant=faulty)
+        hidden = checkpoint(model.body, hidden, use_reentrant=faulty)
         functional.cross_entropy(model.head(hidden), y).backward()
         del hidden
         optimizer.step()
@@ -338,12 +341,30 @@ def lost(faulty: bool) -> None:
 
 
 def recomputed(faulty: bool) -> None:
-    norm = nn.BatchNorm1d(WIDTH) if faulty else nn.LayerNorm(WIDTH)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU(), nn.Linear(WIDTH, 4))
+    norm = nn.BatchNorm1d if faulty else nn.LayerNorm
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.GELU()) for _ in range(6)))
     optimizer = sgd(model)
     for x, y in data():
         optimizer.zero_grad()
-        functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        for each in model:
+            x = checkpoint(each, x, use_reentrant=False)
+        functional.cross_entropy(x, y).backward()
+        del x
+        optimizer.step()
+
+
+def checkpointed_blocks(at_once: bool, checkpoints: bool = True) -> None:
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)
+    )
+    model, head = nn.Sequential(*blocks), nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+    for x, y in data():
+        optimizer.zero_grad()
+        for each in [model] if at_once else blocks:
+            x = checkpoint(each, x, use_reentrant=False) if checkpoints else each(x)
+        functional.cross_entropy(head(x), y).backward()
+        del x
         optimizer.step()
 
 
@@ -425,6 +446,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "untrained-model": teacher,
     "gradients-lost": lost,
     "batch-norm-recomputed": recomputed,
+    "checkpointing-saves-nothing": checkpointed_blocks,
     "softmax-twice": softmax,
     "float32-copy": upcast,
     "evaluation-gathered": gathered,
@@ -522,6 +544,21 @@ def test_of_an_evaluation_between_recorded_steps_the_first_forwards_are_recorded
                     model(inputs).argmax(-1).cpu()
     forwards = Counter(op.phase for op in watch.evidence().trace.ops if op.name == "aten.addmm.default")
     assert forwards == {Phase.FORWARD: 3, Phase.EVALUATION: 2 * FORWARDS}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_peak_without_checkpointing_is_that_of_a_run_without_it(at_once: bool) -> None:
+    def peak(checkpoints: bool) -> tuple[int, int | None]:
+        with Watch() as watch:
+            checkpointed_blocks(at_once, checkpoints)
+        trace = watch.evidence().trace
+        kept = without_recomputation(trace)
+        return live_profile(trace, 1).peak_bytes, kept and live_profile(kept, 1).peak_bytes
+
+    (with_it, predicted), (without, nothing) = peak(True), peak(False)
+    assert nothing is None
+    assert predicted == pytest.approx(without, rel=0.01)
+    assert (with_it > 0.95 * without) == at_once
 
 
 def test_growth_is_not_that_of_each_name() -> None:
