@@ -180,6 +180,8 @@ class Evidence:
     not_optimized_models: tuple[NotOptimized, ...] = ()
     host_reads: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code waited for a value from the device, outside of optimizers."""
+    last_reads: Mapping[int, int] = field(default_factory=dict)
+    """The op that read each storage last, of those that no graph saves."""
     pageable_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that lines of code copied to a GPU in recorded steps, of memory that is not pinned."""
     made_on_the_host: Mapping[str, int] = field(default_factory=dict)

@@ -171,11 +171,17 @@ class Seen:
             for name, held in ends[-1].items()
         ]
 
+    @property
+    def made_at_peak(self) -> Iterator[tuple[int, int, Op]]:
+        """Bytes of storages that live at the peak, their indices, and the ops that made them."""
+        for index, size_bytes in self.held_at_peak.items():
+            op = self.evidence.trace.storages[index].op
+            if op is not None:
+                yield size_bytes, index, self.evidence.trace.ops[op]
+
     def made_by(self, is_meant: Callable[[Op], bool]) -> list[tuple[int, Op]]:
         """Bytes that live at the peak with the ops that made them, of those ops that are meant."""
-        storages, ops = self.evidence.trace.storages, self.evidence.trace.ops
-        made = ((size, storages[index].op) for index, size in self.held_at_peak.items())
-        return [(size, ops[op]) for size, op in made if op is not None and is_meant(ops[op])]
+        return [(size, op) for size, _, op in self.made_at_peak if is_meant(op)]
 
 
 Check = Callable[[Seen], Iterator[Finding]]
@@ -281,6 +287,29 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
                 change=f"del {held.name} after backward",
                 line=held.line,
                 size_bytes=held.size_bytes,
+            )
+
+
+@check
+def alive_past_last_use(seen: Seen) -> Iterator[Finding]:
+    """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak."""
+    ops, peak = seen.evidence.trace.ops, int(seen.profile.ops[seen.profile.peak_position])
+    is_in_step = peak >= 0 and ops[peak].phase in (Phase.FORWARD, Phase.BACKWARD)
+    if not is_in_step or ops[peak].step >= len(seen.evidence.steps) or "sharded" in seen.evidence.flags:
+        return  # in a step that has not ended, what reads them may come later
+    by_line = Counter[str]()
+    for size_bytes, index, made in seen.made_at_peak:
+        read = seen.evidence.last_reads.get(index, peak)
+        of_forward = ops[read].phase is made.phase is Phase.FORWARD
+        if of_forward and read < peak and made.step == ops[peak].step:
+            by_line[made.line] += size_bytes
+    for line, size_bytes in by_line.items():
+        if seen.is_large(size_bytes):
+            yield Finding(
+                what="what this line makes is there at the peak, though nothing reads it after that",
+                change="del the name that holds it once it is used, before backward",
+                line=line,
+                size_bytes=size_bytes,
             )
 
 

@@ -154,6 +154,8 @@ class WatchedOps(TorchDispatchMode):
         self.host_copies = HostCopies(StorageLedger(self.log.ops, self.facts))
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         """Until memory ran out, if it did."""
+        self.last_reads: dict[int, int] = {}
+        """The op that read each block last."""
         self.divides_gradients = False
         self.softmax_twice: dict[str, None] = {}
         """Lines that call a softmax whose result another one reads."""
@@ -184,6 +186,7 @@ class WatchedOps(TorchDispatchMode):
         self.ledger = StorageLedger(self.log.ops, self.facts)
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         self.nodes.clear()
+        self.last_reads.clear()
 
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
@@ -296,8 +299,11 @@ class WatchedOps(TorchDispatchMode):
         inputs = [each for each in tensors_in((args, kwargs)) if self._is_followed(each)]
         self._enter_phase(inputs)
         for tensor in inputs:
-            if self.ledger.index_of(tensor) is None:  # nothing here made it
+            index = self.ledger.index_of(tensor)
+            if index is None:  # nothing here made it
                 self._note_read(tensor)
+            else:
+                self.last_reads[index] = len(self.log.ops)
         is_forward = self.position.phase is Phase.FORWARD and torch.is_grad_enabled()
         if is_forward and func is not torch.ops.aten.detach.default:  # autograd calls it as it makes a node
             self.mark_saved(inputs)

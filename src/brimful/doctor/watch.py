@@ -344,6 +344,9 @@ class Watch:
             not_optimized=dict(self._not_optimized),
             not_optimized_models=tuple(self._found_not_optimized(trace)),
             host_reads=dict(ops.host_reads),
+            last_reads={
+                index: op for index, op in ops.last_reads.items() if ops.ledger.blocks[index].category is None
+            },
             pageable_bytes=dict(ops.host_copies.pageable_bytes),
             made_on_the_host=dict(ops.host_copies.made),
             cache_flushes=dict(self._cache_flushes),

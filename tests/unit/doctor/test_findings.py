@@ -85,6 +85,20 @@ def kept(faulty: bool) -> None:
         optimizer.step()
 
 
+def unread(faulty: bool) -> None:
+    model = nn.Linear(WIDTH, 64 * WIDTH)
+    optimizer = sgd(model)
+    for x, _ in data():
+        optimizer.zero_grad()
+        hidden = model(x)
+        mean = hidden.relu().mean()
+        if not faulty:
+            del hidden
+        mean.backward()
+        hidden = None
+        optimizer.step()
+
+
 def evaluation(faulty: bool) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -348,8 +362,9 @@ def recomputed(faulty: bool) -> None:
         optimizer.zero_grad()
         for each in model:
             x = checkpoint(each, x, use_reentrant=False)
-        functional.cross_entropy(x, y).backward()
+        loss = functional.cross_entropy(x, y)
         del x
+        loss.backward()
         optimizer.step()
 
 
@@ -423,6 +438,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "history-kept": history,
     "container-grows": outputs,
     "intermediate-kept": kept,
+    "alive-past-last-use": unread,
     "state-kept": resumed,
     "evaluation-with-gradients": evaluation,
     "trained-in-evaluation-mode": mode,
@@ -656,9 +672,10 @@ def test_weights_computed_from_those_of_the_model_train_it(has_inner_step: bool)
             changed = {
                 name: each - 0.01 * by for (name, each), by in zip(weights.items(), changes, strict=True)
             }
-            functional.cross_entropy(torch.func.functional_call(model, changed, (x,)), y).backward()
-            optimizer.step()
+            loss = functional.cross_entropy(torch.func.functional_call(model, changed, (x,)), y)
             del changes, changed
+            loss.backward()
+            optimizer.step()
     assert [each.check for each in findings(watch.evidence())] == []
 
 
