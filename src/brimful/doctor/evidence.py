@@ -165,6 +165,8 @@ class Evidence:
     """Those in training mode, within a step; `evaluations` are those in evaluation mode."""
     gradients_added: tuple[str, ...] = ()
     """Lines of backward that add to gradients which an optimizer has used and uses again."""
+    frozen_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that graphs save only for gradients of inputs, which nothing reads, by line of backward."""
     divides_gradients: bool = False
     """Whether something that backward made is divided in place before the optimizer steps."""
     softmax_twice: tuple[str, ...] = ()

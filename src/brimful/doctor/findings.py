@@ -292,11 +292,14 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
 
 @check
 def alive_past_last_use(seen: Seen) -> Iterator[Finding]:
-    """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak."""
+    """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak.
+
+    In a forward also callers hold what they pass on, so a peak in backward counts, of a step that has ended.
+    """
     ops, peak = seen.evidence.trace.ops, int(seen.profile.ops[seen.profile.peak_position])
-    is_in_step = peak >= 0 and ops[peak].phase in (Phase.FORWARD, Phase.BACKWARD)
-    if not is_in_step or ops[peak].step >= len(seen.evidence.steps) or "sharded" in seen.evidence.flags:
-        return  # in a step that has not ended, what reads them may come later
+    has_ended = peak >= 0 and ops[peak].step < len(seen.evidence.steps)
+    if not has_ended or seen.peak_phase is not Phase.BACKWARD or "sharded" in seen.evidence.flags:
+        return
     by_line = Counter[str]()
     for size_bytes, index, made in seen.made_at_peak:
         read = seen.evidence.last_reads.get(index, peak)
@@ -439,6 +442,19 @@ def not_optimized(seen: Seen) -> Iterator[Finding]:
             line=seen.step_line,
             size_bytes=sum(names.values()),
         )
+
+
+@check
+def frozen_part_saves(seen: Seen) -> Iterator[Finding]:
+    """Frozen layers that save tensors for the gradient of an input, which nothing reads."""
+    for line, size_bytes in seen.evidence.frozen_bytes.items():
+        if seen.is_large(size_bytes):
+            yield Finding(
+                what="frozen layers save tensors for the gradient of an input, which nothing reads",
+                change="an input without requires_grad, and no enable_input_require_grads()",
+                line=line,
+                size_bytes=size_bytes,
+            )
 
 
 # What seems the end of the first step may be that of another optimizer, whose backward uses the graph.

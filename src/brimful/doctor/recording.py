@@ -248,6 +248,20 @@ class WatchedOps(TorchDispatchMode):
                     block = self.ledger.blocks[index]
                     block.category = block.category or Category.SAVED_TENSORS
 
+    def bytes_made(self, storages: Iterable[int]) -> int:
+        """Bytes of those storages, by their names, that ops in steps have made."""
+        blocks = (self.ledger.blocks[self.ledger.live[each]] for each in storages if each in self.ledger.live)
+        made = ((each.size_bytes, each.op) for each in blocks)
+        return sum(size for size, op in made if op is not None and self.log.ops[op].phase is not Phase.SETUP)
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Whether something other than backward has read a tensor."""
+        index = self.ledger.index_of(tensor)
+        read = None if index is None else self.last_reads.get(index)
+        return read is not None and (
+            read == len(self.log.ops) or self.log.ops[read].phase is not Phase.BACKWARD
+        )
+
     @property
     def live_bytes(self) -> int:
         """Bytes of the blocks that live now."""
@@ -302,7 +316,7 @@ class WatchedOps(TorchDispatchMode):
             index = self.ledger.index_of(tensor)
             if index is None:  # nothing here made it
                 self._note_read(tensor)
-            else:
+            elif not (info.is_view and self.position.phase is Phase.BACKWARD):
                 self.last_reads[index] = len(self.log.ops)
         is_forward = self.position.phase is Phase.FORWARD and torch.is_grad_enabled()
         if is_forward and func is not torch.ops.aten.detach.default:  # autograd calls it as it makes a node

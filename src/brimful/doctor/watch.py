@@ -336,6 +336,7 @@ class Watch:
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
+            frozen_bytes=dict(backwards.frozen_bytes),
             divides_gradients=ops.divides_gradients,
             softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,

@@ -193,6 +193,26 @@ def forgotten(faulty: bool) -> None:
         optimizer.step()
 
 
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.body, self.head = nn.Sequential(*blocks).requires_grad_(False), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x))
+        return scores
+
+
+def frozen(faulty: bool) -> None:
+    model = Frozen()
+    optimizer = sgd(model.head)
+    for x, y in data():
+        step(model, optimizer, x.requires_grad_(faulty), y)
+
+
 def retained(faulty: bool) -> None:
     model = Net()
     optimizer = sgd(model)
@@ -446,6 +466,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "gradients-added": added,
     "without-gradient": unused,
     "not-optimized": forgotten,
+    "frozen-part-saves": frozen,
     "graph-retained": retained,
     "not-normalized": accumulated,
     "batch-norm-of-micro-batches": normalised,
@@ -560,6 +581,37 @@ def test_of_an_evaluation_between_recorded_steps_the_first_forwards_are_recorded
                     model(inputs).argmax(-1).cpu()
     forwards = Counter(op.phase for op in watch.evidence().trace.ops if op.name == "aten.addmm.default")
     assert forwards == {Phase.FORWARD: 3, Phase.EVALUATION: 2 * FORWARDS}
+
+
+def test_a_frozen_backbone_that_is_not_frozen_gets_gradients_that_no_optimizer_uses() -> None:
+    def run(faulty: bool) -> None:
+        model = Frozen()
+        model.body.requires_grad_(faulty)
+        optimizer = sgd(model.head)
+        for x, y in data():
+            step(model, optimizer, x, y)
+
+    assert [each.check for each in seen_in(run, faulty=True)] == ["not-optimized"]
+    assert seen_in(run, faulty=False) == ()
+
+
+def test_bytes_of_a_frozen_part_are_those_of_its_saved_tensors() -> None:
+    (found,) = seen_in(frozen, faulty=True)
+    assert found.size_bytes == 4 * 256 * 4 * WIDTH * 4  # what each GELU saves
+
+
+def test_gradients_of_inputs_that_are_read_are_needed() -> None:
+    """As those of an attack."""
+    model = Frozen()
+    optimizer = sgd(model.head)
+    with Watch() as watch:
+        for x, y in data():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x.requires_grad_()), y).backward()
+            assert x.grad is not None
+            functional.cross_entropy(model(x.detach() + x.grad.sign()), y).backward()
+            optimizer.step()
+    assert "frozen-part-saves" not in {each.check for each in findings(watch.evidence())}
 
 
 @pytest.mark.parametrize("at_once", [True, False])
