@@ -281,12 +281,30 @@ def test_there_is_no_such_script(tmp_path: Path) -> None:
     watched = brimful(tmp_path, "run", "none.py")
     assert watched.returncode == 2
     assert "there is no file none.py" in watched.stderr
-    watched = brimful(tmp_path, "run", "-m", "none.train")
-    assert watched.returncode == 2
-    assert "there is no module none " in watched.stderr
     watched = brimful(tmp_path, "run", "-m", "none/train.py")
     assert watched.returncode == 2
     assert "Write -m none.train, or the path without -m" in watched.stderr
+
+
+@pytest.mark.parametrize("name", ["none", "package.none", "package"])
+def test_a_module_that_is_not_there_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("", encoding="utf-8")
+    alone = ran(tmp_path, "-m", name)
+    watched = brimful(tmp_path, "run", "-m", name)
+    assert watched.returncode == alone.returncode == 1
+    (line,) = watched.stderr.splitlines()
+    assert (
+        line == f"{alone.stderr.partition(': ')[2].strip()} (looked in {tmp_path} and among installed packages)"
+    )
+
+
+def test_a_module_that_imports_what_is_not_there_has_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import nowhere\n", encoding="utf-8")
+    watched = brimful(tmp_path, "run", "-m", "train")
+    assert watched.returncode == 1
+    assert watched.stderr.startswith("Traceback")
+    assert 'train.py", line 1' in watched.stderr
 
 
 def test_ctrl_c_ends_the_script_and_shows_what_was_seen(folder: Path) -> None:
