@@ -525,6 +525,21 @@ def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
     assert [each.check for each in seen_in(PLANTED[check], faulty=False)] == []
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "waited_seconds", "is_found"),
+    [(0.002, 0.0009, False), (0.002, 0.0011, True), (0.1, 0.0011, False)],
+)
+def test_waits_for_data_are_found_from_a_millisecond_and_a_twentieth_of_the_step_on(
+    step_seconds: float, waited_seconds: float, is_found: bool
+) -> None:
+    with Watch() as watch:
+        flushed(False)
+    times = replace(
+        watch.evidence(), seconds_after=(step_seconds,) * 3, data_seconds_after=(waited_seconds,) * 3
+    )
+    assert [each.check for each in findings(times)] == ["waits-for-data"] * is_found
+
+
 @pytest.mark.parametrize("faulty", [True, False])
 def test_means_of_masked_tokens_are_not_divided_by_the_number_of_micro_batches(faulty: bool) -> None:
     model = Net()
