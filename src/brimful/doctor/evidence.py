@@ -167,6 +167,8 @@ class Evidence:
     """Lines of backward that add to gradients which an optimizer has used and uses again."""
     frozen_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes that graphs save only for gradients of inputs, which nothing reads, by line of backward."""
+    adam: str = ""
+    """Which of Adam and AdamW step, where no other optimizer has such state, nor they more of it."""
     divides_gradients: bool = False
     """Whether something that backward made is divided in place before the optimizer steps."""
     softmax_twice: tuple[str, ...] = ()
@@ -243,15 +245,17 @@ class Evidence:
     """torch's own measurement of allocated memory; None on a CPU."""
 
     @classmethod
-    def of_trace(cls, trace: Trace) -> Evidence:
+    def of_trace(cls, trace: Trace, optimizer: str = "") -> Evidence:
         """What the captured steps of a job show, which did not run: nothing but what is in their trace.
 
-        Ends of steps have no time and no memory, so that nothing is concluded from them.
+        `optimizer` is the name of one, as a `Job` has it, or "" for another. Ends of steps have no time and no
+        memory, so that nothing is concluded from them.
         """
         first_ops = {op.step: index for index, op in reversed([*enumerate(trace.ops)])}
         ends = [first_ops.get(step + 1, len(trace.ops)) for step in range(trace.captured_steps)]
         return cls(
             trace=trace,
+            adam={"adam": "Adam", "adamw": "AdamW"}.get(optimizer, "Adam or AdamW"),
             steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
             models=tuple(name for path, name in trace.module_classes if not path),
             batch_norms=tuple(path for path, name in trace.module_classes if name.startswith("BatchNorm")),

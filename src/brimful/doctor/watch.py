@@ -151,6 +151,8 @@ class Watch:
         self._optimized: set[int] = set()
         """Parameters of all optimizers, by id."""
         self._timed_optimizer = 0
+        self._with_squares: set[str] = set()
+        """Classes of the optimizers whose state has running means of squares, as Adam's; AMSGrad has more."""
         self._stepped: set[int] = set()
         self._ends: list[StepEnd] = []
         self._first_nodes: list[int] = []
@@ -336,6 +338,7 @@ class Watch:
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
+            adam="" if self._with_squares - {"Adam", "AdamW"} else " and ".join(sorted(self._with_squares)),
             frozen_bytes=dict(backwards.frozen_bytes),
             divides_gradients=ops.divides_gradients,
             softmax_twice=tuple(ops.softmax_twice),
@@ -592,6 +595,9 @@ class Watch:
 
     def _mark_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         for parameter, state in optimizer.state.items():
+            if "exp_avg_sq" in state:
+                is_amsgrad = "max_exp_avg_sq" in state
+                self._with_squares.add("AMSGrad" if is_amsgrad else type(optimizer).__name__)
             for key, value in named_tensors(state):
                 name = f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}"
                 self._ops.mark(value, Category.OPTIMIZER_STATE, name)
