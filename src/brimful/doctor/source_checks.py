@@ -17,6 +17,7 @@ from pathlib import Path
 from brimful.codec import read_regular_file
 from brimful.doctor.findings import Finding, known_fault
 from brimful.doctor.source import (
+    Comprehension,
     Loop,
     Source,
     Training,
@@ -226,12 +227,12 @@ _CONSUMES = ("cat", "clear", "concat", "mean", "pop", "popleft", "stack", "sum")
 
 @source_check
 def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
-    """A loop after a model's `eval()`, or over data for evaluation, that builds graphs no backward uses."""
+    """A loop or comprehension after `eval()`, or over data for evaluation, of graphs that no backward uses."""
     if any(_may_end_graphs(source, each) for each in source.calls_of("set_grad_enabled")):
         return
-    found: dict[Loop, ast.Call] = {}
+    found: dict[Loop | Comprehension, ast.Call] = {}
     for call in source.calls:
-        loop = source.loop_of(call)
+        loop = source.repeated_in(call)
         name = name_of(call.func)
         if loop is None or name not in source.models or source.is_without_graph(call):
             continue
@@ -273,12 +274,15 @@ _EVALUATION_DATA = re.compile(
 )
 
 
-def _is_over_evaluation_data(loop: Loop) -> bool:
+def _is_over_evaluation_data(loop: Loop | Comprehension) -> bool:
     """Whether a loop's batches have a name of data for evaluation, such as val_loader or test_dataloader."""
-    return not isinstance(loop, ast.While) and bool(_EVALUATION_DATA.search(ast.unparse(loop.iter).lower()))
+    if isinstance(loop, ast.While):
+        return False
+    batches = loop.generators[0].iter if isinstance(loop, Comprehension) else loop.iter
+    return bool(_EVALUATION_DATA.search(ast.unparse(batches).lower()))
 
 
-def _has_backward(source: Source, loop: Loop) -> bool:
+def _has_backward(source: Source, loop: Loop | Comprehension) -> bool:
     """Whether a loop or its function asks for gradients where the loop's results may be used."""
     around = {loop, None, *source.ancestors(loop)}
     function = source.function_of(loop)
@@ -365,7 +369,7 @@ def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
         if source.loop_of(call) is training.loop
     }
     for call in source.calls:
-        loop, name = source.loop_of(call), name_of(call.func)
+        loop, name = source.repeated_in(call), name_of(call.func)
         if loop is None or name not in source.models & trained:
             continue
         function = getattr(source.function_of(call), "name", "")
@@ -427,18 +431,46 @@ def gradients_kept(source: Source) -> Iterator[Finding]:
 
 @source_check
 def gradients_added(source: Source) -> Iterator[Finding]:
-    """An optimizer that steps after each backward, in a script that clears no gradients."""
-    if _may_clear_gradients(source):
+    """An optimizer that steps after each backward, and whose gradients nothing clears."""
+    clears = list(source.calls_of("zero_grad"))
+    if _may_clear_by_hand(source) or source.text.count("zero_grad") != len(clears):
         return
+    cleared = {name_of(each.func.value) if isinstance(each.func, ast.Attribute) else "" for each in clears}
     for training in source.trainings:
         for name, call in _optimizer_calls(source, "step", training.loop):
             is_new = any(True for _ in source.bindings_in(name, training.loop))
-            if _is_unconditional(source, call, training.loop) and not is_new:
+            is_left = name not in cleared and _has_own_parameters(source, name, cleared, call)
+            if is_left and _is_unconditional(source, call, training.loop) and not is_new:
                 yield known_fault("gradients-added", source.line(call), name=name)
 
 
-def _may_clear_gradients(source: Source) -> bool:
-    """Whether a script calls what clears gradients, or assigns to `.grad`, deletes or multiplies it."""
+def _has_own_parameters(source: Source, name: str, others: set[str], where: ast.AST) -> bool:
+    """Whether no other optimizer has parameters of an optimizer's model."""
+    own = _model_of(source, name, where)
+    return all(_are_apart(source, own, _model_of(source, each, where), where) for each in others)
+
+
+def _are_apart(source: Source, first: str, second: str, where: ast.AST) -> bool:
+    """Whether two models are different parts of one, or each is made by itself, and the text shows it."""
+    if not first or not second or f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}."):
+        return False
+    roots = {each.partition(".")[0] for each in (first, second)}
+    made = [each.value for root in roots for each in source.bindings(root, where)]
+    uses = {name for each in made if isinstance(each, ast.Call) for name in _names_within(each)}
+    is_made = all(source.bindings(root, where) for root in roots)
+    return is_made and all(isinstance(each, ast.Call) for each in made) and uses.isdisjoint(roots)
+
+
+def _model_of(source: Source, optimizer: str, where: ast.AST) -> str:
+    """The name of the model whose `parameters()` an optimizer of torch has; "" if the text leaves it open."""
+    match [each.value for each in source.bindings(optimizer, where)]:
+        case [ast.Call(args=[ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_]) as made]:
+            return name_of(model) if source.full_name(made.func).startswith("torch.optim.") else ""
+    return ""
+
+
+def _may_clear_by_hand(source: Source) -> bool:
+    """Whether a script assigns to `.grad`, deletes or multiplies it, or calls what may clear gradients."""
     changed = [
         each for node in source.nodes if isinstance(node, ast.Assign | ast.Delete) for each in node.targets
     ]
@@ -447,9 +479,7 @@ def _may_clear_gradients(source: Source) -> bool:
     return by_hand or _CLEARS.search(source.text) is not None
 
 
-_CLEARS = re.compile(
-    r"zero_grad|closure|foreach_zero|\.grad\(|[\"']grad[\"']|\.grad\b[\w.()]*\.(copy|fill|mul|zero)_\("
-)
+_CLEARS = re.compile(r"closure|foreach_zero|\.grad\(|[\"']grad[\"']|\.grad\b[\w.()]*\.(copy|fill|mul|zero)_\(")
 
 
 @source_check
@@ -633,7 +663,7 @@ def _is_softmax(source: Source, value: ast.expr | None) -> bool:
         )
     if not isinstance(value, ast.Call):
         return False
-    if called(value) == "softmax":
+    if called(value) == "softmax" or source.full_name(value.func).endswith(".softmax"):
         return True
     makers = [each.value for each in source.bindings(name_of(value.func), value)]
     return bool(makers) and all(_ends_in_softmax(source, each) for each in makers)

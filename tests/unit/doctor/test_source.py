@@ -65,6 +65,29 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return Image.open(self.paths[index])
 """
+BY_NAME = "from torch.nn.functional import cross_entropy as ce, softmax, softmax as sm" + CLEAN.replace(
+    "criterion(out, y)", "ce(out, y)"
+)
+BY_NAME_ACCUMULATED = (
+    MADE
+    + "from torch.nn.functional import cross_entropy as ce\n"
+    + ACCUMULATED.replace("criterion(out, y)", "ce(out, y)")
+)
+EVALUATING = "        for x, y in batches:\n            hits = (model(x).argmax(-1) == y).sum()\n"
+IN_A_COMPREHENSION = CLEAN.replace(EVALUATING, "        hits = [model(x).argmax(-1) for x in batches]\n")
+IN_A_GENERATOR = (
+    CLEAN.replace("model.eval()", "pass")
+    .replace("model.train()", "pass")
+    .replace("nn.Dropout(0.1)", "")
+    .replace(EVALUATING, "        hits = sum((model(x).argmax(-1) == y).sum() for x, y in test_loader)\n")
+)
+TWO = CLEAN.replace(
+    "criterion =",
+    "critic = nn.Linear(4, 4).cuda()\nother = optim.SGD(critic.parameters(), lr=0.1)\ncriterion =",
+).replace("optimizer.step()", "optimizer.step()\n        other.step()\n        other.zero_grad()")
+TWO_PARTS = TWO.replace("critic.parameters()", "model.head.parameters()").replace(
+    "model.parameters()", "model.body.parameters()"
+)
 ONE_BY_ONE, AS_A_DICT = (
     "x, y = x.to(device), y.to(device)",
     "batch = {k: v.to(device, non_blocking=True) for k, v in enumerate((x, y))}",
@@ -97,6 +120,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("evaluated-in-training-mode", CLEAN.replace("model.train()", ""), "model.eval()", "pass"),
     ("gradients-kept", CLEAN, "zero_grad()", "zero_grad(set_to_none=False)"),
     ("gradients-added", CLEAN, "optimizer.zero_grad()", "pass"),
+    ("gradients-added", TWO, "other.zero_grad()", "pass"),
+    ("gradients-added", TWO_PARTS, "other.zero_grad()", "pass"),
     (
         "gradients-lost",
         MADE + ACCUMULATED,
@@ -119,6 +144,11 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ),
     ("softmax-twice", CLEAN, "criterion(out, y)", "criterion(out.softmax(-1), y)"),
     ("softmax-twice", CLEAN, "out = model(x)", "out = torch.softmax(model(x), -1)"),
+    ("softmax-twice", BY_NAME, "ce(out, y)", "ce(sm(out, -1), y)"),
+    ("softmax-twice", BY_NAME, "out = model(x)", "out = softmax(model(x), -1)"),
+    ("not-normalized", BY_NAME_ACCUMULATED, "ce(out, y) / 4", "ce(out, y)"),
+    ("evaluation-with-gradients", IN_A_COMPREHENSION, "with torch.no_grad():", "if True:"),
+    ("evaluation-with-gradients", IN_A_GENERATOR, "with torch.no_grad():", "if True:"),
     ("softmax-twice", CLEAN, "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.Softmax(-1)"),
     ("waits-for-values", CLEAN, "total += loss.detach()", "total += loss.item()"),
     ("waits-for-values", CLEAN, "total += loss.detach()", "print(f'loss {loss:.3f}')"),
@@ -227,6 +257,18 @@ SCHEDULED = "from transformers import get_linear_schedule_with_warmup" + CLEAN.r
     "criterion =", "optim_warm = get_linear_schedule_with_warmup(optimizer, 10, 100)\ncriterion ="
 ).replace("if i % 100 == 0:", "if i % 100 == 0:\n            optim_warm.step()")
 
+LEFT = TWO.replace("other.zero_grad()", "pass")
+OF_TWO = [
+    LEFT.replace("critic.parameters()", "model.parameters()"),
+    LEFT.replace("critic.parameters()", "model.head.parameters()"),
+    LEFT.replace("critic.parameters()", "[*critic.parameters()]"),
+    LEFT.replace("nn.Linear(4, 4).cuda()", "model.head"),
+    LEFT.replace("nn.Linear(4, 4).cuda()", "Critic(model.body)"),
+    LEFT.replace("optimizer.zero_grad()", "for each in (optimizer, other):\n            each.zero_grad()"),
+    LEFT.replace("optimizer.zero_grad()", "optimizer.zero_grad()\n        critic.zero_grad()"),
+    CLEAN + "model.eval()\nexplained = [model(x) for x in parts]\nsum(explained).backward()\n",
+    CLEAN.replace("out = model(x)", "out = sum([model(x) for x in (x, x)])"),
+]
 ON_THE_HOST = LOADED.replace(", pin_memory=True", "").replace(ONE_BY_ONE, "pass")
 WITH_OPTIONS = LOADED.replace("pin_memory=True", "**options")
 MADE_THERE = POSITIONS.replace("arange(x.shape[1], device=x.device)", "arange(4).to(x.device)")
