@@ -364,6 +364,8 @@ def _names_in(expression: ast.AST) -> set[str]:
     match expression:
         case ast.Name() | ast.Attribute():
             return {name_of(expression)} - {""}
+        case ast.BinOp(op=ast.Div()):
+            return _names_in(expression.left)  # a loss is divided by numbers
         case ast.BinOp():
             return _names_in(expression.left) | _names_in(expression.right)
         case ast.Call():

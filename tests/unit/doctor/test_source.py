@@ -202,6 +202,10 @@ HARMLESS = [
     ("total += loss.detach()", "with torch.no_grad():\n            total += loss"),
     ("total += loss.detach()", "losses.append(out)\n        torch.stack(losses).sum()\n        losses.clear()"),
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
+    (
+        "loss.backward()",
+        "(loss / parts).backward()\n        total += 1 / parts",
+    ),
     ("with torch.no_grad():", "with torch.inference_mode():"),
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
     ("out = model(x)", "out = model(x, torch.randn(len(x)).to('cuda'))"),
