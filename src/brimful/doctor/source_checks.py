@@ -789,7 +789,7 @@ _READS = {
 @source_check
 def pageable_memory(source: Source) -> Iterator[Finding]:
     """A DataLoader without pinned memory, whose batches a training loop moves to the GPU."""
-    if not source.uses_cuda or "pin_memory" in source.text:
+    if not source.uses_cuda or any(each in source.text for each in ("accelerat", "pin_memory")):
         return
     moved = {name for each in source.trainings for name in _names_moved_from(each.loop)}
     for call in source.calls:

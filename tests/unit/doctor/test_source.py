@@ -268,6 +268,7 @@ OF_TWO = [
     LEFT.replace("critic.parameters()", "[*critic.parameters()]"),
     LEFT.replace("nn.Linear(4, 4).cuda()", "model.head"),
     LEFT.replace("nn.Linear(4, 4).cuda()", "Critic(model.body)"),
+    "import accelerate" + LOADED.replace(", pin_memory=True", ""),
     LEFT.replace("optimizer.zero_grad()", "for each in (optimizer, other):\n            each.zero_grad()"),
     LEFT.replace("optimizer.zero_grad()", "optimizer.zero_grad()\n        critic.zero_grad()"),
     CLEAN + "model.eval()\nexplained = [model(x) for x in parts]\nsum(explained).backward()\n",
