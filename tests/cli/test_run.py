@@ -74,6 +74,62 @@ def test_a_script_prints_computes_and_exits_as_it_does_alone(folder: Path) -> No
     assert "train.py:24: total keeps the graphs of earlier steps" in watched.stderr
 
 
+TRAINER = """
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
+config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (48, 16))]
+options = TrainingArguments(
+    "out", max_steps=12, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=2, logging_steps=1,
+    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+)
+
+
+def accuracy(predicted):
+    logits, labels = predicted
+    return {"right": float((logits.argmax(-1) == labels).mean()), "logits": float(np.abs(logits).sum())}
+
+
+trainer = Trainer(
+    GPT2LMHeadModel(config), options, train_dataset=rows[:32], eval_dataset=rows[32:], compute_metrics=accuracy
+)
+ended = trainer.train()
+trainer.save_model()
+seen = [*trainer.state.log_history, ended.metrics, trainer.evaluate(), {"loss": ended.training_loss}]
+timed = ("runtime", "per_second")
+kept = [{key: value for key, value in each.items() if not key.endswith(timed)} for each in seen]
+Path("results.json").write_text(json.dumps(kept))
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_with_evaluations_trains_as_it_does_alone(tmp_path: Path) -> None:
+    """Bit for bit: losses, metrics but for times, and saved weights."""
+
+    def results(name: str, *command: str) -> tuple[str, bytes, str]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAINER, encoding="utf-8")
+        done = ran(folder, *command, "train.py")
+        assert done.returncode == 0, done.stderr
+        weights = (folder / "out" / "model.safetensors").read_bytes()
+        return (folder / "results.json").read_text(encoding="utf-8"), weights, done.stderr
+
+    logged, weights, _ = results("alone")
+    logged_watched, weights_watched, report = results("watched", "-m", "brimful", "run")
+    assert "watched 3 optimizer steps on cpu" in report
+    assert logged.count("eval_right") == 7
+    assert logged_watched == logged
+    assert weights_watched == weights
+
+
 def test_a_module_runs_as_python_runs_it(folder: Path) -> None:
     alone = ran(folder, "-m", "train", "0")
     watched = brimful(folder, "run", "-m", "train", "0")
@@ -281,12 +337,30 @@ def test_there_is_no_such_script(tmp_path: Path) -> None:
     watched = brimful(tmp_path, "run", "none.py")
     assert watched.returncode == 2
     assert "there is no file none.py" in watched.stderr
-    watched = brimful(tmp_path, "run", "-m", "none.train")
-    assert watched.returncode == 2
-    assert "there is no module none " in watched.stderr
     watched = brimful(tmp_path, "run", "-m", "none/train.py")
     assert watched.returncode == 2
     assert "Write -m none.train, or the path without -m" in watched.stderr
+
+
+@pytest.mark.parametrize("name", ["none", "package.none", "package"])
+def test_a_module_that_is_not_there_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("", encoding="utf-8")
+    alone = ran(tmp_path, "-m", name)
+    watched = brimful(tmp_path, "run", "-m", name)
+    assert watched.returncode == alone.returncode == 1
+    (line,) = watched.stderr.splitlines()
+    assert (
+        line == f"{alone.stderr.partition(': ')[2].strip()} (looked in {tmp_path} and among installed packages)"
+    )
+
+
+def test_a_module_that_imports_what_is_not_there_has_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import nowhere\n", encoding="utf-8")
+    watched = brimful(tmp_path, "run", "-m", "train")
+    assert watched.returncode == 1
+    assert watched.stderr.startswith("Traceback")
+    assert 'train.py", line 1' in watched.stderr
 
 
 def test_ctrl_c_ends_the_script_and_shows_what_was_seen(folder: Path) -> None:

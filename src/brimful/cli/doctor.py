@@ -136,7 +136,8 @@ def _job(
     settings = Settings(micro_batch_size=micro_batch_size, precision=parse_precision(precision))
     target.check_precision(settings.precision)
     with busy("capturing a step"):
-        evidence = Evidence.of_trace(api.capture_trace(job, settings, target))
+        name = job.optimizer if isinstance(job.optimizer, str) else ""
+        evidence = Evidence.of_trace(api.capture_trace(job, settings, target), name)
     found, notes = captured_findings(evidence), captured_notes(evidence.trace, target)
     show(
         captured_text(evidence, device=target.name, found=found, notes=notes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from brimful.batches import tensors_in
 from brimful.doctor.evidence import Backward
 from brimful.doctor.recording import WatchedOps
-from brimful.torch_utils.graphs import reached_from, scaling_of
+from brimful.torch_utils.graphs import reached_from, saved_for_no_leaf, scaling_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.replaced import replaced
 
@@ -37,6 +38,10 @@ class Backwards:
         """Version of each leaf when backward reached it last, by id."""
         self.adding: dict[str, None] = {}
         """Lines of backward that add to gradients which an optimizer has used, and will use again."""
+        self.frozen_bytes: dict[str, int] = {}
+        """Bytes that graphs save only for gradients of inputs, which nothing reads, by line of backward."""
+        self._inputs: list[weakref.ref[Tensor]] = []
+        """Leaves of this step's graphs that no optimizer has."""
         self._used: dict[int, str] = {}
         """Parameters whose gradients an optimizer has used, by id, with the line that adds to them, or ""."""
 
@@ -72,6 +77,9 @@ class Backwards:
     def stepping(self, parameters: Iterable[Tensor]) -> None:
         """Note that an optimizer steps parameters with the gradients that they have now."""
         self._updates += 1
+        inputs = (each() for each in self._inputs)
+        if any(each is not None and each.grad is not None and self._ops.is_read(each.grad) for each in inputs):
+            self.frozen_bytes.clear()
         for parameter in parameters:
             if line := self._used.get(id(parameter)):
                 self.adding.setdefault(line)
@@ -82,6 +90,15 @@ class Backwards:
         self.reached.clear()
         self.reached_nodes.clear()
         self._retaining.clear()
+        self._inputs.clear()
+
+    def _note_inputs(self, losses: list[Any], leaves: list[Tensor], line: str) -> None:
+        """Note what is saved only for gradients of inputs, where an optimizer has other leaves."""
+        inputs = [each for each in leaves if not isinstance(each, nn.Parameter) and id(each) not in self._used]
+        trained = {id(each) for each in leaves} - {id(each) for each in inputs}
+        if inputs and trained & self._used.keys():
+            self._inputs += map(weakref.ref, inputs)
+            self.frozen_bytes[line] = self._ops.bytes_made(saved_for_no_leaf(losses, trained))
 
     def _reach(self, leaves: list[Tensor], nodes: set[int]) -> None:
         for place, kept in self._retaining:
@@ -99,6 +116,7 @@ class Backwards:
         if ops.in_optimizer or is_in_checkpoint:  # in the optimizer a closure calls it
             self._reach(leaves, nodes)
             return
+        self._note_inputs(losses, leaves, line)
         versions = {id(each): each._version for each in leaves}
         # By hand, as to the weights nearby of sharpness-aware minimization.
         self._updates += any(self._versions.get(key, now) != now for key, now in versions.items())

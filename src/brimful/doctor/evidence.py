@@ -169,6 +169,10 @@ class Evidence:
     """Those in training mode, within a step; `evaluations` are those in evaluation mode."""
     gradients_added: tuple[str, ...] = ()
     """Lines of backward that add to gradients which an optimizer has used and uses again."""
+    frozen_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that graphs save only for gradients of inputs, which nothing reads, by line of backward."""
+    adam: str = ""
+    """Which of Adam and AdamW step, where no other optimizer has such state, nor they more of it."""
     divides_gradients: bool = False
     """Whether something that backward made is divided in place before the optimizer steps."""
     softmax_twice: tuple[str, ...] = ()
@@ -184,6 +188,12 @@ class Evidence:
     not_optimized_models: tuple[NotOptimized, ...] = ()
     host_reads: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code waited for a value from the device, outside of optimizers."""
+    last_reads: Mapping[int, int] = field(default_factory=dict)
+    """The op that read each storage last, of those that no graph saves."""
+    pageable_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that lines of code copied to a GPU in recorded steps, of memory that is not pinned."""
+    made_on_the_host: Mapping[str, int] = field(default_factory=dict)
+    """How often lines of code copied to a GPU what a forward had made on the host."""
     cache_flushes: Mapping[str, int] = field(default_factory=dict)
     """How often lines of code called `torch.cuda.empty_cache` in recorded steps."""
     loading_line: str = ""
@@ -239,19 +249,26 @@ class Evidence:
     """torch's own measurement of allocated memory; None on a CPU."""
 
     @classmethod
-    def of_trace(cls, trace: Trace) -> Evidence:
+    def of_trace(cls, trace: Trace, optimizer: str = "") -> Evidence:
         """What the captured steps of a job show, which did not run: nothing but what is in their trace.
 
-        Ends of steps have no time and no memory, so that nothing is concluded from them.
+        `optimizer` is the name of one, as a `Job` has it, or "" for another. Ends of steps have no time and no
+        memory, so that nothing is concluded from them.
         """
         first_ops = {op.step: index for index, op in reversed([*enumerate(trace.ops)])}
         ends = [first_ops.get(step + 1, len(trace.ops)) for step in range(trace.captured_steps)]
         return cls(
             trace=trace,
+            adam={"adam": "Adam", "adamw": "AdamW"}.get(optimizer, "Adam or AdamW"),
             steps=tuple(StepEnd(seconds=None, live_bytes=0, op=end, held={}) for end in ends),
             models=tuple(name for path, name in trace.module_classes if not path),
             batch_norms=tuple(path for path, name in trace.module_classes if name.startswith("BatchNorm")),
         )
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps of which all is recorded, at least 1: what follows the last one's end is not."""
+        return max(len(self.steps) - 1, 1)
 
     @property
     def repeated(self) -> dict[str, list[Backward]]:

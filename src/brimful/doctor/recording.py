@@ -36,6 +36,7 @@ from brimful.capture.recording.op_log import OpLog
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.work import work_of
 from brimful.doctor.evidence import Failure
+from brimful.doctor.host_copies import HostCopies
 from brimful.execution.held_memory import size_after
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.torch_utils.graphs import grad_fn_of, saved_by, storage_key
@@ -84,6 +85,11 @@ class CalledModules(ModuleCalls):
         """The models that were called and are there, each with the prefix of its paths."""
         models = ((prefix, reference()) for prefix, reference in self._models.items())
         return [(prefix, model) for prefix, model in models if model is not None]
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a module's forward runs."""
+        return bool(self._stack)
 
     def name_of(self, model: nn.Module) -> str:
         """The prefix of a model's paths, or else the variable that holds it, or else its class."""
@@ -145,8 +151,11 @@ class WatchedOps(TorchDispatchMode):
         """Lines at which memory ran out, and after which the run went on."""
         self.host_reads: dict[str, int] = {}
         """How often lines of code wait for a value from the device, as `.item()` does, within steps."""
+        self.host_copies = HostCopies(StorageLedger(self.log.ops, self.facts))
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         """Until memory ran out, if it did."""
+        self.last_reads: dict[int, int] = {}
+        """The op that read each block last."""
         self.divides_gradients = False
         self.softmax_twice: dict[str, None] = {}
         """Lines that call a softmax whose result another one reads."""
@@ -177,6 +186,7 @@ class WatchedOps(TorchDispatchMode):
         self.ledger = StorageLedger(self.log.ops, self.facts)
         self.blocks, self.events = self.ledger.blocks, self.ledger.events
         self.nodes.clear()
+        self.last_reads.clear()
 
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
@@ -238,6 +248,20 @@ class WatchedOps(TorchDispatchMode):
                     block = self.ledger.blocks[index]
                     block.category = block.category or Category.SAVED_TENSORS
 
+    def bytes_made(self, storages: Iterable[int]) -> int:
+        """Bytes of those storages, by their names, that ops in steps have made."""
+        blocks = (self.ledger.blocks[self.ledger.live[each]] for each in storages if each in self.ledger.live)
+        made = ((each.size_bytes, each.op) for each in blocks)
+        return sum(size for size, op in made if op is not None and self.log.ops[op].phase is not Phase.SETUP)
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Whether something other than backward has read a tensor."""
+        index = self.ledger.index_of(tensor)
+        read = None if index is None else self.last_reads.get(index)
+        return read is not None and (
+            read == len(self.log.ops) or self.log.ops[read].phase is not Phase.BACKWARD
+        )
+
     @property
     def live_bytes(self) -> int:
         """Bytes of the blocks that live now."""
@@ -289,8 +313,11 @@ class WatchedOps(TorchDispatchMode):
         inputs = [each for each in tensors_in((args, kwargs)) if self._is_followed(each)]
         self._enter_phase(inputs)
         for tensor in inputs:
-            if self.ledger.index_of(tensor) is None:  # nothing here made it
+            index = self.ledger.index_of(tensor)
+            if index is None:  # nothing here made it
                 self._note_read(tensor)
+            elif not (info.is_view and self.position.phase is Phase.BACKWARD):
+                self.last_reads[index] = len(self.log.ops)
         is_forward = self.position.phase is Phase.FORWARD and torch.is_grad_enabled()
         if is_forward and func is not torch.ops.aten.detach.default:  # autograd calls it as it makes a node
             self.mark_saved(inputs)
@@ -298,6 +325,10 @@ class WatchedOps(TorchDispatchMode):
         if info.reads_values and inputs and is_in_step and not _is_of_scaler():
             line = calling_line()
             self.host_reads[line] = self.host_reads.get(line, 0) + 1
+        if self.device_type != "cpu" and is_in_step:
+            if self.modules.is_in_call:
+                self.host_copies.follow(info, args, kwargs, out)
+            self.host_copies.note(func, args, out, self.device_type)
         if info.has_no_cost:
             return
         outputs = list(tensors_in(out))

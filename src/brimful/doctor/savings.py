@@ -56,6 +56,8 @@ def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
         yield activation_checkpointing(min(inside, held[Category.SAVED_TENSORS]))
     squares = sum(each.size_bytes for each in evidence.trace.storages if "exp_avg_sq" in each.label)
     updates = [op for op in evidence.trace.ops if op.phase is Phase.OPTIMIZER]
-    if squares and updates:
+    if squares and updates and evidence.adam:
         is_half = max(updates, key=lambda op: op.read_bytes).dtype in ("bfloat16", "float16")
-        yield eight_bit_optimizer(held[Category.OPTIMIZER_STATE], squares // (2 if is_half else 4))
+        yield eight_bit_optimizer(
+            evidence.adam, held[Category.OPTIMIZER_STATE], squares // (2 if is_half else 4)
+        )

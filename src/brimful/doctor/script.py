@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -65,7 +64,7 @@ def run_script(
 
     `sys.argv` and `sys.path` are as Python sets them, `eager` is as for `Watch`; the script runs in the context
     `within`. `on_step` is called with what was seen so far after each recorded step, and after the timed ones.
-    UsageError if there is no such file, folder or module.
+    UsageError if there is no such file or folder; of a module that is not there Python's error is shown.
     """
     if not is_module:
         _check_target(Path(target))
@@ -76,8 +75,6 @@ def run_script(
     if not sys.flags.safe_path:
         file = Path(target).resolve()
         sys.path[0] = str(Path.cwd() if is_module else file if file.is_dir() else file.parent)
-    if is_module and find_spec(name := target.partition(".")[0]) is None:
-        raise UsageError(f"there is no module {name} (looked in {Path.cwd()} and among installed packages).")
     status = 0
     ended_by: BaseException | None = None
     watch = Watch(steps, eager=eager)
@@ -146,7 +143,10 @@ def _show(error: BaseException) -> None:
     first: TracebackType | None = error.__traceback__
     while first is not None and first.tb_frame.f_code.co_filename.startswith(_RUNNERS):
         first = first.tb_next
-    if first is None and not isinstance(error, SyntaxError | ImportError):  # of code that never began
+    if first is None and isinstance(error, ImportError):  # of `runpy`: no code began
+        print(f"{error} (looked in {Path.cwd()} and among installed packages)", file=sys.stderr)
+        return
+    if first is None and not isinstance(error, SyntaxError):  # of code that never began
         first = error.__traceback__
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, first)

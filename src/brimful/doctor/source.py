@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 Loop = ast.For | ast.AsyncFor | ast.While
+Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 _KEEPS_GRAPH = {
@@ -137,6 +138,15 @@ class Source:
                 return each
             node = each
         return None
+
+    def repeated_in(self, node: ast.AST) -> Loop | Comprehension | None:
+        """The innermost loop or comprehension of its function that runs a node again and again."""
+        for each in self.ancestors(node):
+            if isinstance(each, Comprehension) and not self.is_in(node, each.generators[0].iter):
+                return each
+            if isinstance(each, Loop | Function | ast.Lambda):
+                break
+        return self.loop_of(node)
 
     def is_in(self, node: ast.AST, outer: ast.AST) -> bool:
         """Whether a node is inside another."""
@@ -354,6 +364,8 @@ def _names_in(expression: ast.AST) -> set[str]:
     match expression:
         case ast.Name() | ast.Attribute():
             return {name_of(expression)} - {""}
+        case ast.BinOp(op=ast.Div()):
+            return _names_in(expression.left)  # a loss is divided by numbers
         case ast.BinOp():
             return _names_in(expression.left) | _names_in(expression.right)
         case ast.Call():

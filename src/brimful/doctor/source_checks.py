@@ -17,6 +17,7 @@ from pathlib import Path
 from brimful.codec import read_regular_file
 from brimful.doctor.findings import Finding, known_fault
 from brimful.doctor.source import (
+    Comprehension,
     Loop,
     Source,
     Training,
@@ -37,7 +38,7 @@ SourceCheck = Callable[[Source], Iterator[Finding]]
 SOURCE_CHECKS: list[SourceCheck] = []
 """All checks."""
 
-NOTES = frozenset({"waits-for-values"})
+NOTES = frozenset({"pageable-memory", "waits-for-values"})
 """Checks whose findings are notes: they are true of most scripts, and seldom matter much."""
 
 NOT_CHECKED = "not-checked"
@@ -226,12 +227,12 @@ _CONSUMES = ("cat", "clear", "concat", "mean", "pop", "popleft", "stack", "sum")
 
 @source_check
 def evaluation_with_gradients(source: Source) -> Iterator[Finding]:
-    """A loop after a model's `eval()`, or over data for evaluation, that builds graphs no backward uses."""
+    """A loop or comprehension after `eval()`, or over data for evaluation, of graphs that no backward uses."""
     if any(_may_end_graphs(source, each) for each in source.calls_of("set_grad_enabled")):
         return
-    found: dict[Loop, ast.Call] = {}
+    found: dict[Loop | Comprehension, ast.Call] = {}
     for call in source.calls:
-        loop = source.loop_of(call)
+        loop = source.repeated_in(call)
         name = name_of(call.func)
         if loop is None or name not in source.models or source.is_without_graph(call):
             continue
@@ -273,12 +274,15 @@ _EVALUATION_DATA = re.compile(
 )
 
 
-def _is_over_evaluation_data(loop: Loop) -> bool:
+def _is_over_evaluation_data(loop: Loop | Comprehension) -> bool:
     """Whether a loop's batches have a name of data for evaluation, such as val_loader or test_dataloader."""
-    return not isinstance(loop, ast.While) and bool(_EVALUATION_DATA.search(ast.unparse(loop.iter).lower()))
+    if isinstance(loop, ast.While):
+        return False
+    batches = loop.generators[0].iter if isinstance(loop, Comprehension) else loop.iter
+    return bool(_EVALUATION_DATA.search(ast.unparse(batches).lower()))
 
 
-def _has_backward(source: Source, loop: Loop) -> bool:
+def _has_backward(source: Source, loop: Loop | Comprehension) -> bool:
     """Whether a loop or its function asks for gradients where the loop's results may be used."""
     around = {loop, None, *source.ancestors(loop)}
     function = source.function_of(loop)
@@ -365,7 +369,7 @@ def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
         if source.loop_of(call) is training.loop
     }
     for call in source.calls:
-        loop, name = source.loop_of(call), name_of(call.func)
+        loop, name = source.repeated_in(call), name_of(call.func)
         if loop is None or name not in source.models & trained:
             continue
         function = getattr(source.function_of(call), "name", "")
@@ -427,18 +431,46 @@ def gradients_kept(source: Source) -> Iterator[Finding]:
 
 @source_check
 def gradients_added(source: Source) -> Iterator[Finding]:
-    """An optimizer that steps after each backward, in a script that clears no gradients."""
-    if _may_clear_gradients(source):
+    """An optimizer that steps after each backward, and whose gradients nothing clears."""
+    clears = list(source.calls_of("zero_grad"))
+    if _may_clear_by_hand(source) or source.text.count("zero_grad") != len(clears):
         return
+    cleared = {name_of(each.func.value) if isinstance(each.func, ast.Attribute) else "" for each in clears}
     for training in source.trainings:
         for name, call in _optimizer_calls(source, "step", training.loop):
             is_new = any(True for _ in source.bindings_in(name, training.loop))
-            if _is_unconditional(source, call, training.loop) and not is_new:
+            is_left = name not in cleared and _has_own_parameters(source, name, cleared, call)
+            if is_left and _is_unconditional(source, call, training.loop) and not is_new:
                 yield known_fault("gradients-added", source.line(call), name=name)
 
 
-def _may_clear_gradients(source: Source) -> bool:
-    """Whether a script calls what clears gradients, or assigns to `.grad`, deletes or multiplies it."""
+def _has_own_parameters(source: Source, name: str, others: set[str], where: ast.AST) -> bool:
+    """Whether no other optimizer has parameters of an optimizer's model."""
+    own = _model_of(source, name, where)
+    return all(_are_apart(source, own, _model_of(source, each, where), where) for each in others)
+
+
+def _are_apart(source: Source, first: str, second: str, where: ast.AST) -> bool:
+    """Whether two models are different parts of one, or each is made by itself, and the text shows it."""
+    if not first or not second or f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}."):
+        return False
+    roots = {each.partition(".")[0] for each in (first, second)}
+    made = [each.value for root in roots for each in source.bindings(root, where)]
+    uses = {name for each in made if isinstance(each, ast.Call) for name in _names_within(each)}
+    is_made = all(source.bindings(root, where) for root in roots)
+    return is_made and all(isinstance(each, ast.Call) for each in made) and uses.isdisjoint(roots)
+
+
+def _model_of(source: Source, optimizer: str, where: ast.AST) -> str:
+    """The name of the model whose `parameters()` an optimizer of torch has; "" if the text leaves it open."""
+    match [each.value for each in source.bindings(optimizer, where)]:
+        case [ast.Call(args=[ast.Call(func=ast.Attribute(attr="parameters", value=model)), *_]) as made]:
+            return name_of(model) if source.full_name(made.func).startswith("torch.optim.") else ""
+    return ""
+
+
+def _may_clear_by_hand(source: Source) -> bool:
+    """Whether a script assigns to `.grad`, deletes or multiplies it, or calls what may clear gradients."""
     changed = [
         each for node in source.nodes if isinstance(node, ast.Assign | ast.Delete) for each in node.targets
     ]
@@ -447,9 +479,7 @@ def _may_clear_gradients(source: Source) -> bool:
     return by_hand or _CLEARS.search(source.text) is not None
 
 
-_CLEARS = re.compile(
-    r"zero_grad|closure|foreach_zero|\.grad\(|[\"']grad[\"']|\.grad\b[\w.()]*\.(copy|fill|mul|zero)_\("
-)
+_CLEARS = re.compile(r"closure|foreach_zero|\.grad\(|[\"']grad[\"']|\.grad\b[\w.()]*\.(copy|fill|mul|zero)_\(")
 
 
 @source_check
@@ -633,7 +663,7 @@ def _is_softmax(source: Source, value: ast.expr | None) -> bool:
         )
     if not isinstance(value, ast.Call):
         return False
-    if called(value) == "softmax":
+    if called(value) == "softmax" or source.full_name(value.func).endswith(".softmax"):
         return True
     makers = [each.value for each in source.bindings(name_of(value.func), value)]
     return bool(makers) and all(_ends_in_softmax(source, each) for each in makers)
@@ -754,6 +784,94 @@ _READS = {
     *("PIL.Image.open", "cv2.imread", "imageio.imread", "librosa.load", "numpy.load", "open", "torch.load"),
     *("torchaudio.load", "torchvision.io.read_image"),
 }
+
+
+@source_check
+def pageable_memory(source: Source) -> Iterator[Finding]:
+    """A DataLoader without pinned memory, whose batches a training loop moves to the GPU."""
+    if not source.uses_cuda or any(each in source.text for each in ("accelerat", "pin_memory")):
+        return
+    moved = {name for each in source.trainings for name in _names_moved_from(each.loop)}
+    for call in source.calls:
+        parent, has_more = source.parents[call], any(each.arg is None for each in call.keywords)
+        names = {name_of(each) for each in parent.targets} if isinstance(parent, ast.Assign) else set()
+        is_loader = source.full_name(call.func) == "torch.utils.data.DataLoader"
+        if is_loader and not has_more and names & moved:
+            yield known_fault("pageable-memory", source.line(call))
+
+
+def _names_moved_from(loop: Loop) -> set[str]:
+    """Names over which a loop runs, if it moves what they yield to a device."""
+    if isinstance(loop, ast.While):
+        return set()
+    batch = _names_within(loop.target)
+    inside = [node for node in ast.walk(loop) if isinstance(node, ast.comprehension)]
+    batch |= {
+        name for each in inside if batch & _names_within(each.iter) for name in _names_within(each.target)
+    }
+    moved = {_base_name(each) for node in ast.walk(loop) if (each := _moved(node)) is not None}
+    return _names_within(loop.iter) if moved & batch else set()
+
+
+def _names_within(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+@source_check
+def made_on_the_host(source: Source) -> Iterator[Finding]:
+    """A tensor of known values that each forward or step makes on the host and copies to the GPU."""
+    elsewhere = ("set_default_device", "set_default_tensor_type")
+    if not source.uses_cuda or any(each in source.text for each in elsewhere):
+        return
+    loops = {each.loop for each in source.trainings}
+    for call in source.calls:
+        function, loop = source.function_of(call), source.loop_of(call)
+        is_in_forward = getattr(function, "name", "") == "forward" and loop is None
+        outer = loop if loop in loops else function if is_in_forward else None
+        if outer is None or _moved(call) is None or source.conditions_of(call, outer):
+            continue
+        made = _maker_of(source, call)
+        is_on_device = any("device" in ast.unparse(each).lower() for each in _contexts_of(source, call))
+        if made is not None and keyword(made, "device") is None and not is_on_device:
+            where = call.args[0] if call.args else keyword(call, "device")
+            device = '"cuda"' if where is None else ast.unparse(where)
+            yield known_fault("made-on-the-host", source.line(call), name=device)
+
+
+def _moved(node: ast.AST) -> ast.expr | None:
+    """What a call moves to a device that is not called the CPU; None for another node."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    where = node.args[0] if node.args else keyword(node, "device")
+    name = "" if where is None else ast.unparse(where).lower()
+    is_move = node.func.attr == "to" and _GPU.search(name) and "cpu" not in name
+    return node.func.value if is_move or node.func.attr == "cuda" else None
+
+
+_GPU = re.compile(r"cuda|device|gpu")
+
+
+def _maker_of(source: Source, call: ast.Call) -> ast.Call | None:
+    """The call that makes the tensor of known values which a chain of calls begins with."""
+    made: ast.expr = call
+    while isinstance(made, ast.Call):
+        name = source.full_name(made.func)
+        if name in _MAKES_KNOWN_VALUES:
+            return made
+        if name in ("torch.tril", "torch.triu") and made.args:
+            made = made.args[0]
+        else:
+            made = made.func.value if isinstance(made.func, ast.Attribute) else made.func
+    return None
+
+
+_MAKES_KNOWN_VALUES = {f"torch.{each}" for each in ("arange", "eye", "full", "linspace", "ones", "zeros")}
+"""Functions whose result is the same on any device; random numbers are not."""
+
+
+def _contexts_of(source: Source, node: ast.AST) -> list[ast.expr]:
+    around = [each for each in source.ancestors(node) if isinstance(each, ast.With)]
+    return [item.context_expr for each in around for item in each.items]
 
 
 @source_check

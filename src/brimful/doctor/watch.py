@@ -152,6 +152,8 @@ class Watch:
         self._optimized: set[int] = set()
         """Parameters of all optimizers, by id."""
         self._timed_optimizer = 0
+        self._with_squares: set[str] = set()
+        """Classes of the optimizers whose state has running means of squares, as Adam's; AMSGrad has more."""
         self._stepped: set[int] = set()
         self._ends: list[StepEnd] = []
         self._first_nodes: list[int] = []
@@ -340,6 +342,8 @@ class Watch:
             trained_in_evaluation_mode=tuple(self._in_evaluation_mode),
             unused_graphs=tuple(unused_graphs.values()),
             gradients_added=tuple(backwards.adding),
+            adam="" if self._with_squares - {"Adam", "AdamW"} else " and ".join(sorted(self._with_squares)),
+            frozen_bytes=dict(backwards.frozen_bytes),
             divides_gradients=ops.divides_gradients,
             softmax_twice=tuple(ops.softmax_twice),
             untrained_bytes=self._untrained_bytes,
@@ -348,6 +352,11 @@ class Watch:
             not_optimized=dict(self._not_optimized),
             not_optimized_models=tuple(self._found_not_optimized(trace)),
             host_reads=dict(ops.host_reads),
+            last_reads={
+                index: op for index, op in ops.last_reads.items() if ops.ledger.blocks[index].category is None
+            },
+            pageable_bytes=dict(ops.host_copies.pageable_bytes),
+            made_on_the_host=dict(ops.host_copies.made),
             cache_flushes=dict(self._cache_flushes),
             loader_workers=self._waited_at[line][1] if line else None,
             loading_line=line,
@@ -590,6 +599,9 @@ class Watch:
 
     def _mark_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         for parameter, state in optimizer.state.items():
+            if "exp_avg_sq" in state:
+                is_amsgrad = "max_exp_avg_sq" in state
+                self._with_squares.add("AMSGrad" if is_amsgrad else type(optimizer).__name__)
             for key, value in named_tensors(state):
                 name = f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}"
                 self._ops.mark(value, Category.OPTIMIZER_STATE, name)

@@ -107,6 +107,7 @@ def memory_at(error: BaseException, message: str, *, first_node: int = 0) -> Mem
         recomputable_bytes=seen.recomputable_bytes,
         adam_bytes=2 * sum(each.nbytes for each in adam),
         adam_parameters=sum(each.numel() for each in adam),
+        adam=seen.adam,
         samples=seen.samples,
         kept=seen.kept,
         kept_bytes=seen.kept_bytes,
@@ -466,12 +467,18 @@ class _Seen:
         return found
 
     @property
+    def adam(self) -> str:
+        """Which of Adam and AdamW are there."""
+        kinds = {type(each).__name__ for each in self._objects.optimizers if _has_8_bits(each)}
+        return " and ".join(each for each in _ADAM if each in kinds)
+
+    @property
     def of_adam(self) -> list[Tensor]:
         """Parts on the device of the parameters that Adam updates; its state has two tensors like each."""
         return [
             part
             for optimizer in self._objects.optimizers
-            if type(optimizer).__name__ in _ADAM
+            if _has_8_bits(optimizer)
             for parameter in parameters_of(optimizer)
             for part in inner_tensors(own_part(parameter))
             if part.device == self._device
@@ -646,6 +653,11 @@ def _passed(frames: _Frames) -> list[tuple[str, Tensor]]:
 
 def _size(model: nn.Module) -> int:
     return sum(1 for _ in model.parameters())
+
+
+def _has_8_bits(optimizer: Optimizer) -> bool:
+    """Whether bitsandbytes has a form of an Adam in 8 bits: it has none of AMSGrad."""
+    return type(optimizer).__name__ in _ADAM and not optimizer.defaults.get("amsgrad")
 
 
 def _states_of(optimizer: Optimizer) -> int:

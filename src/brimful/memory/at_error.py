@@ -50,9 +50,9 @@ def activation_checkpointing(freed_bytes: int) -> Saving:
     return Saving(change=change, size_bytes=freed_bytes)
 
 
-def eight_bit_optimizer(state_bytes: int, parameters: int) -> Saving:
-    """Adam's state in 8 bits; `state_bytes` is what the state of these parameters takes now."""
-    change = "AdamW in 8 bits (bitsandbytes): state rounded by blocks"
+def eight_bit_optimizer(name: str, state_bytes: int, parameters: int) -> Saving:
+    """Adam's or AdamW's state in 8 bits; `state_bytes` is what the state of these parameters takes now."""
+    change = f"{name} in 8 bits (bitsandbytes): state rounded by blocks"
     return Saving(change=change, size_bytes=max(int(state_bytes - EIGHT_BIT_BYTES * parameters), 0))
 
 
@@ -119,6 +119,8 @@ class MemoryAtError:
     """Optimizer state of Adam or AdamW, made or yet to make, but for that in 8 bits."""
     adam_parameters: int = 0
     """Parameters that have it."""
+    adam: str = "AdamW"
+    """The optimizer: Adam, AdamW or both."""
     samples: int | None = None
     """Samples of the micro-batch; None if they are not known."""
     kept: tuple[KeptHistory, ...] = ()
@@ -333,7 +335,7 @@ def _changes(found: MemoryAtError, step: _Step) -> Iterator[_Change]:
         if not found.is_checkpointed:
             saving = activation_checkpointing(int(found.recomputable_bytes / found.reached_fraction))
             yield _Change(saving.change, _Bytes(saving.size_bytes, 0), is_of_batch=True)
-    saving = eight_bit_optimizer(found.adam_bytes, found.adam_parameters)
+    saving = eight_bit_optimizer(found.adam, found.adam_bytes, found.adam_parameters)
     if saving.size_bytes:
         of_update = saving.size_bytes + step.update_bytes
         yield _Change(saving.change, _Bytes(saving.size_bytes, of_update), is_of_optimizer=True)

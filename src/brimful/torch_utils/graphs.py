@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 _SAVED = "_raw_saved_"
@@ -74,6 +75,33 @@ def reached_from(tensors: Iterable[Any]) -> tuple[list[Tensor], set[int]]:
         else:
             numbers.add(node._sequence_nr())
     return leaves, numbers
+
+
+def saved_for_no_leaf(tensors: Iterable[Any], leaves: set[int]) -> set[int]:
+    """Names of storages that graphs save only where gradients reach none of some leaves, given by id.
+
+    Functions of the user's may have parameters that the graph does not show.
+    """
+    nodes, consumers = [*nodes_of(tensors)], dict[Any, list[Any]]()
+    for node in nodes:
+        for following, _ in node.next_functions:
+            consumers.setdefault(following, []).append(node)
+    left = [
+        each
+        for each in nodes
+        if isinstance(each, BackwardCFunction)
+        or (each.name() == _ACCUMULATE_GRAD and id(each.variable) in leaves)
+    ]
+    needed = set[Any]()
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            left += consumers.get(node, ())
+    kept, others = set[int](), set[int]()
+    for node in nodes:
+        (kept if node in needed else others).update(storages_of(saved_by(node)[0] or ()))
+    return others - kept
 
 
 def ages_of(tensors: Iterable[Any]) -> tuple[int, int] | None:

@@ -89,6 +89,20 @@ def _without_garbage() -> None:
     gc.collect()
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(torch.optim.Adam, "Adam in 8 bits"), (torch.optim.AdamW, "AdamW in 8 bits"), (torch.optim.NAdam, None)],
+)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_optimizer_in_8_bits_is_that_of_the_script(kind: Any, name: str | None, amsgrad: bool) -> None:
+    model = Net(fails_in=5)
+    optimizer = kind(model.parameters(), **({"amsgrad": amsgrad} if name else {}))
+    found = found_of(lambda: model(torch.randn(1, WIDTH)).sum().backward())
+    named = {every for each in changes(found).listed for every in re.findall(r"\w+ in 8 bits", each.change)}
+    assert named == ({name} if name and not amsgrad else set())
+    assert optimizer.state == {}
+
+
 def test_a_forward_is_explained_by_category_module_and_line() -> None:
     model = Net(fails_in=5)
     optimizer = torch.optim.AdamW(model.parameters())

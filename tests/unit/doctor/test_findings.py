@@ -19,7 +19,9 @@ import brimful as bf
 from brimful.doctor import Watch, watched_text
 from brimful.doctor.evaluation import FORWARDS
 from brimful.doctor.findings import CHECKS, Finding, findings
+from brimful.doctor.not_recomputed import without_recomputation
 from brimful.errors import CaptureError
+from brimful.memory import live_profile
 from brimful.trace import Phase
 
 WIDTH = 32
@@ -80,6 +82,20 @@ def kept(faulty: bool) -> None:
         scores.square().mean().backward()
         if not faulty:
             del scores
+        optimizer.step()
+
+
+def unread(faulty: bool) -> None:
+    model = nn.Linear(WIDTH, 64 * WIDTH)
+    optimizer = sgd(model)
+    for x, _ in data():
+        optimizer.zero_grad()
+        hidden = model(x)
+        mean = hidden.relu().mean()
+        if not faulty:
+            del hidden
+        mean.backward()
+        hidden = None
         optimizer.step()
 
 
@@ -175,6 +191,26 @@ def forgotten(faulty: bool) -> None:
         model.zero_grad()
         functional.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.body, self.head = nn.Sequential(*blocks).requires_grad_(False), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x))
+        return scores
+
+
+def frozen(faulty: bool) -> None:
+    model = Frozen()
+    optimizer = sgd(model.head)
+    for x, y in data():
+        step(model, optimizer, x.requires_grad_(faulty), y)
 
 
 def retained(faulty: bool) -> None:
@@ -293,11 +329,12 @@ def parallel(faulty: bool) -> None:
 
 
 def checkpointed(faulty: bool) -> None:
-    model = Net()
-    optimizer = sgd(model)
+    model, first = Net(), Net().body
+    optimizer = torch.optim.SGD([*model.parameters(), *first.parameters()], lr=0.01)
     for x, y in data():
         optimizer.zero_grad()
-        hidden = checkpoint(model.body, x, use_reentrant=faulty)
+        hidden = checkpoint(first, x, use_reentrant=faulty)
+        hidden = checkpoint(model.body, hidden, use_reentrant=faulty)
         functional.cross_entropy(model.head(hidden), y).backward()
         del hidden
         optimizer.step()
@@ -338,12 +375,31 @@ def lost(faulty: bool) -> None:
 
 
 def recomputed(faulty: bool) -> None:
-    norm = nn.BatchNorm1d(WIDTH) if faulty else nn.LayerNorm(WIDTH)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU(), nn.Linear(WIDTH, 4))
+    norm = nn.BatchNorm1d if faulty else nn.LayerNorm
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm(WIDTH), nn.GELU()) for _ in range(6)))
     optimizer = sgd(model)
     for x, y in data():
         optimizer.zero_grad()
-        functional.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        for each in model:
+            x = checkpoint(each, x, use_reentrant=False)
+        loss = functional.cross_entropy(x, y)
+        del x
+        loss.backward()
+        optimizer.step()
+
+
+def checkpointed_blocks(at_once: bool, checkpoints: bool = True) -> None:
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)
+    )
+    model, head = nn.Sequential(*blocks), nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.01)
+    for x, y in data():
+        optimizer.zero_grad()
+        for each in [model] if at_once else blocks:
+            x = checkpoint(each, x, use_reentrant=False) if checkpoints else each(x)
+        functional.cross_entropy(head(x), y).backward()
+        del x
         optimizer.step()
 
 
@@ -402,6 +458,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "history-kept": history,
     "container-grows": outputs,
     "intermediate-kept": kept,
+    "alive-past-last-use": unread,
     "state-kept": resumed,
     "evaluation-with-gradients": evaluation,
     "trained-in-evaluation-mode": mode,
@@ -409,6 +466,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "gradients-added": added,
     "without-gradient": unused,
     "not-optimized": forgotten,
+    "frozen-part-saves": frozen,
     "graph-retained": retained,
     "not-normalized": accumulated,
     "batch-norm-of-micro-batches": normalised,
@@ -425,6 +483,7 @@ PLANTED: dict[str, Callable[[bool], None]] = {
     "untrained-model": teacher,
     "gradients-lost": lost,
     "batch-norm-recomputed": recomputed,
+    "checkpointing-saves-nothing": checkpointed_blocks,
     "softmax-twice": softmax,
     "float32-copy": upcast,
     "evaluation-gathered": gathered,
@@ -464,6 +523,21 @@ def test_a_planted_fault_is_found(check: str) -> None:
 @pytest.mark.parametrize("check", PLANTED)
 def test_nothing_is_found_where_nothing_is_wrong(check: str) -> None:
     assert [each.check for each in seen_in(PLANTED[check], faulty=False)] == []
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "waited_seconds", "is_found"),
+    [(0.002, 0.0009, False), (0.002, 0.0011, True), (0.1, 0.0011, False)],
+)
+def test_waits_for_data_are_found_from_a_millisecond_and_a_twentieth_of_the_step_on(
+    step_seconds: float, waited_seconds: float, is_found: bool
+) -> None:
+    with Watch() as watch:
+        flushed(False)
+    times = replace(
+        watch.evidence(), seconds_after=(step_seconds,) * 3, data_seconds_after=(waited_seconds,) * 3
+    )
+    assert [each.check for each in findings(times)] == ["waits-for-data"] * is_found
 
 
 @pytest.mark.parametrize("faulty", [True, False])
@@ -522,6 +596,52 @@ def test_of_an_evaluation_between_recorded_steps_the_first_forwards_are_recorded
                     model(inputs).argmax(-1).cpu()
     forwards = Counter(op.phase for op in watch.evidence().trace.ops if op.name == "aten.addmm.default")
     assert forwards == {Phase.FORWARD: 3, Phase.EVALUATION: 2 * FORWARDS}
+
+
+def test_a_frozen_backbone_that_is_not_frozen_gets_gradients_that_no_optimizer_uses() -> None:
+    def run(faulty: bool) -> None:
+        model = Frozen()
+        model.body.requires_grad_(faulty)
+        optimizer = sgd(model.head)
+        for x, y in data():
+            step(model, optimizer, x, y)
+
+    assert [each.check for each in seen_in(run, faulty=True)] == ["not-optimized"]
+    assert seen_in(run, faulty=False) == ()
+
+
+def test_bytes_of_a_frozen_part_are_those_of_its_saved_tensors() -> None:
+    (found,) = seen_in(frozen, faulty=True)
+    assert found.size_bytes == 4 * 256 * 4 * WIDTH * 4  # what each GELU saves
+
+
+def test_gradients_of_inputs_that_are_read_are_needed() -> None:
+    """As those of an attack."""
+    model = Frozen()
+    optimizer = sgd(model.head)
+    with Watch() as watch:
+        for x, y in data():
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x.requires_grad_()), y).backward()
+            assert x.grad is not None
+            functional.cross_entropy(model(x.detach() + x.grad.sign()), y).backward()
+            optimizer.step()
+    assert "frozen-part-saves" not in {each.check for each in findings(watch.evidence())}
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_peak_without_checkpointing_is_that_of_a_run_without_it(at_once: bool) -> None:
+    def peak(checkpoints: bool) -> tuple[int, int | None]:
+        with Watch() as watch:
+            checkpointed_blocks(at_once, checkpoints)
+        trace = watch.evidence().trace
+        kept = without_recomputation(trace)
+        return live_profile(trace, 1).peak_bytes, kept and live_profile(kept, 1).peak_bytes
+
+    (with_it, predicted), (without, nothing) = peak(True), peak(False)
+    assert nothing is None
+    assert predicted == pytest.approx(without, rel=0.01)
+    assert (with_it > 0.95 * without) == at_once
 
 
 def test_growth_is_not_that_of_each_name() -> None:
@@ -619,9 +739,10 @@ def test_weights_computed_from_those_of_the_model_train_it(has_inner_step: bool)
             changed = {
                 name: each - 0.01 * by for (name, each), by in zip(weights.items(), changes, strict=True)
             }
-            functional.cross_entropy(torch.func.functional_call(model, changed, (x,)), y).backward()
-            optimizer.step()
+            loss = functional.cross_entropy(torch.func.functional_call(model, changed, (x,)), y)
             del changes, changed
+            loss.backward()
+            optimizer.step()
     assert [each.check for each in findings(watch.evidence())] == []
 
 
@@ -785,7 +906,7 @@ def test_an_estimate_refuses_operators_that_take_functions_in_words() -> None:
 def test_every_check_has_a_planted_fault() -> None:
     named = {function.__name__ for function in CHECKS}
     assert len(named) >= 30
-    assert len(named) - len(ON_GPUS) - 1 == len(PLANTED)  # and one under DDP
+    assert len(named) - len(ON_GPUS) - 3 == len(PLANTED)  # two of copies to a GPU, and one under DDP
 
 
 def reading(faulty: bool) -> None:
@@ -818,6 +939,53 @@ ON_GPUS: dict[str, Callable[[bool], None]] = {
     "half-precision-missed": single,
 }
 """Checks that find something on a GPU alone: what a CPU recorded is taken for a GPU's."""
+
+
+class Positions(nn.Module):
+    def __init__(self, *, on_host: bool) -> None:
+        super().__init__()
+        self.embed, self.body, self.on_host = nn.Embedding(64, WIDTH), Net(), on_host
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(64).flip(0).to(x.device) if self.on_host else torch.arange(64, device=x.device)
+        noise = torch.rand(WIDTH).to(x.device)  # other numbers on another device
+        label = torch.zeros(WIDTH)
+        label[3] = noise.numel()
+        scores: Tensor = self.body(x + self.embed(places).mean(0) + noise + label.to(x.device))
+        return scores
+
+
+def elsewhere(loop: Callable[[nn.Module, torch.optim.Optimizer], None], model: nn.Module) -> dict[str, int]:
+    """Findings of a loop whose device is not the host, and how many there are; it has no values."""
+    watch = Watch(9)
+    watch._ops.device_type = "meta"  # stands for a GPU
+    model.to("meta")
+    with watch:
+        loop(model, sgd(model))
+    assert not watch.error
+    return Counter(each.check for each in findings(watch.evidence()))
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_a_forward_makes_on_the_host_and_copies_is_found(on_host: bool) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data(4):
+            step(model, optimizer, x.to("meta"), y.to("meta"))
+
+    assert elsewhere(loop, Positions(on_host=on_host)) == ({"made-on-the-host": 1} if on_host else {})
+
+
+@pytest.mark.parametrize(("samples", "is_pinned"), [(2**14, False), (2**14, True), (2**10, False)])
+def test_batches_in_pageable_memory_are_found_if_they_are_large(
+    samples: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for x, y in data(4, samples):
+            step(model, optimizer, x.to("meta", non_blocking=True), y.to("meta"))
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
+    is_large = samples * WIDTH * 4 > 2**20
+    assert ("pageable-memory" in elsewhere(loop, Net())) == (is_large and not is_pinned)
 
 
 @pytest.mark.parametrize("faulty", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -41,9 +42,13 @@ class Net(nn.Module):
         return x
 
 
-def watched(model: Net, *, samples: int = SAMPLES, micro_batches: int = 1) -> Watch:
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def watched(model: Net, *, samples: int = SAMPLES, micro_batches: int = 1, optimizer_of: Any = adamw) -> Watch:
     torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = optimizer_of(model.parameters())
     with Watch() as watch:
         for _ in range(3):
             optimizer.zero_grad()
@@ -114,3 +119,23 @@ def test_a_run_whose_peak_is_in_the_optimizer_saves_state_alone() -> None:
     assert "8 bits" in found.change
     state_bytes = 8 * sum(each.numel() for each in Net().parameters())
     assert found.size_bytes == pytest.approx(state_bytes * (1 - 2.03 / 8), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "name"),
+    [
+        (adamw, "AdamW in 8 bits"),
+        (lambda parameters: torch.optim.Adam(parameters, fused=True), "Adam in 8 bits"),
+        (lambda parameters: torch.optim.Adam(parameters, fused=True, amsgrad=True), None),
+        (torch.optim.NAdam, None),
+    ],
+)
+def test_the_optimizer_in_8_bits_is_the_scripts_own_if_it_has_such_a_form(
+    optimizer_of: Any, name: str | None
+) -> None:
+    evidence = watched(Net(), samples=2, optimizer_of=optimizer_of).evidence()
+    found = [
+        each.change for each in savings(predict_memory(evidence.trace), evidence) if "8 bits" in each.change
+    ]
+    assert len(found) == (name is not None)
+    assert all(each.startswith(str(name)) for each in found)

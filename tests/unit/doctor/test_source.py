@@ -65,6 +65,44 @@ class Photos(Dataset):
     def __getitem__(self, index):
         return Image.open(self.paths[index])
 """
+BY_NAME = "from torch.nn.functional import cross_entropy as ce, softmax, softmax as sm" + CLEAN.replace(
+    "criterion(out, y)", "ce(out, y)"
+)
+BY_NAME_ACCUMULATED = (
+    MADE
+    + "from torch.nn.functional import cross_entropy as ce\n"
+    + ACCUMULATED.replace("criterion(out, y)", "ce(out, y)")
+)
+EVALUATING = "        for x, y in batches:\n            hits = (model(x).argmax(-1) == y).sum()\n"
+IN_A_COMPREHENSION = CLEAN.replace(EVALUATING, "        hits = [model(x).argmax(-1) for x in batches]\n")
+IN_A_GENERATOR = (
+    CLEAN.replace("model.eval()", "pass")
+    .replace("model.train()", "pass")
+    .replace("nn.Dropout(0.1)", "")
+    .replace(EVALUATING, "        hits = sum((model(x).argmax(-1) == y).sum() for x, y in test_loader)\n")
+)
+TWO = CLEAN.replace(
+    "criterion =",
+    "critic = nn.Linear(4, 4).cuda()\nother = optim.SGD(critic.parameters(), lr=0.1)\ncriterion =",
+).replace("optimizer.step()", "optimizer.step()\n        other.step()\n        other.zero_grad()")
+TWO_PARTS = TWO.replace("critic.parameters()", "model.head.parameters()").replace(
+    "model.parameters()", "model.body.parameters()"
+)
+ONE_BY_ONE, AS_A_DICT = (
+    "x, y = x.to(device), y.to(device)",
+    "batch = {k: v.to(device, non_blocking=True) for k, v in enumerate((x, y))}",
+)
+LOADED = "loader = DataLoader(rows, 32, pin_memory=True)" + CLEAN.replace("batches):", "loader):").replace(
+    "        optimizer.zero_grad()", f"        {ONE_BY_ONE}\n        optimizer.zero_grad()"
+)
+POSITIONS = (
+    """
+class Embedded(nn.Module):
+    def forward(self, x):
+        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+"""
+    + CLEAN
+)
 TRAINER = """
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 options = TrainingArguments("out", eval_strategy="epoch", eval_accumulation_steps=1)
@@ -82,6 +120,8 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ("evaluated-in-training-mode", CLEAN.replace("model.train()", ""), "model.eval()", "pass"),
     ("gradients-kept", CLEAN, "zero_grad()", "zero_grad(set_to_none=False)"),
     ("gradients-added", CLEAN, "optimizer.zero_grad()", "pass"),
+    ("gradients-added", TWO, "other.zero_grad()", "pass"),
+    ("gradients-added", TWO_PARTS, "other.zero_grad()", "pass"),
     (
         "gradients-lost",
         MADE + ACCUMULATED,
@@ -104,6 +144,11 @@ FAULTS: list[tuple[str, str, str, str]] = [
     ),
     ("softmax-twice", CLEAN, "criterion(out, y)", "criterion(out.softmax(-1), y)"),
     ("softmax-twice", CLEAN, "out = model(x)", "out = torch.softmax(model(x), -1)"),
+    ("softmax-twice", BY_NAME, "ce(out, y)", "ce(sm(out, -1), y)"),
+    ("softmax-twice", BY_NAME, "out = model(x)", "out = softmax(model(x), -1)"),
+    ("not-normalized", BY_NAME_ACCUMULATED, "ce(out, y) / 4", "ce(out, y)"),
+    ("evaluation-with-gradients", IN_A_COMPREHENSION, "with torch.no_grad():", "if True:"),
+    ("evaluation-with-gradients", IN_A_GENERATOR, "with torch.no_grad():", "if True:"),
     ("softmax-twice", CLEAN, "nn.Dropout(0.1)", "nn.Dropout(0.1), nn.Softmax(-1)"),
     ("waits-for-values", CLEAN, "total += loss.detach()", "total += loss.item()"),
     ("waits-for-values", CLEAN, "total += loss.detach()", "print(f'loss {loss:.3f}')"),
@@ -113,6 +158,11 @@ FAULTS: list[tuple[str, str, str, str]] = [
         ", num_workers=4",
         "",
     ),
+    ("pageable-memory", LOADED, ", pin_memory=True", ""),
+    ("pageable-memory", LOADED.replace(ONE_BY_ONE, AS_A_DICT), ", pin_memory=True", ""),
+    ("made-on-the-host", POSITIONS, "arange(x.shape[1], device=x.device)", "arange(x.shape[1]).to(x.device)"),
+    ("made-on-the-host", POSITIONS, "torch.arange(x.shape[1], device=x.device)", "torch.ones(4).triu().cuda()"),
+    ("made-on-the-host", CLEAN, "out = model(x)", "out = model(x, torch.zeros(len(x)).to('cuda'))"),
     (
         "cache-flushed",
         CLEAN,
@@ -152,8 +202,17 @@ HARMLESS = [
     ("total += loss.detach()", "with torch.no_grad():\n            total += loss"),
     ("total += loss.detach()", "losses.append(out)\n        torch.stack(losses).sum()\n        losses.clear()"),
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
+    (
+        "loss.backward()",
+        "(loss / parts).backward()\n        total += 1 / parts",
+    ),
     ("with torch.no_grad():", "with torch.inference_mode():"),
     ("def evaluate():", "@torch.no_grad()\ndef evaluate():"),
+    ("out = model(x)", "out = model(x, torch.randn(len(x)).to('cuda'))"),
+    ("out = model(x)", "out = model(x, torch.zeros(len(x)).to('cpu'))"),
+    ("out = model(x)", "out = model(x, torch.zeros(len(x)).to(x.dtype))"),
+    ("out = model(x)", "out = model(x, torch.zeros(2).to('cuda') if i == 0 else None)"),
+    ("for epoch in range(3):", "weights = torch.ones(4).to('cuda')\nfor epoch in range(3):"),
     ("def evaluate():", "def clear():\n    optimizer.zero_grad(set_to_none=False)\n\ndef evaluate():"),
     ("total += loss.detach()", "torch.cuda.empty_cache() if i % 100 == 0 else None"),
     ("zero_grad()", "zero_grad(set_to_none=True)"),
@@ -202,6 +261,27 @@ SCHEDULED = "from transformers import get_linear_schedule_with_warmup" + CLEAN.r
     "criterion =", "optim_warm = get_linear_schedule_with_warmup(optimizer, 10, 100)\ncriterion ="
 ).replace("if i % 100 == 0:", "if i % 100 == 0:\n            optim_warm.step()")
 
+LEFT = TWO.replace("other.zero_grad()", "pass")
+OF_TWO = [
+    LEFT.replace("critic.parameters()", "model.parameters()"),
+    LEFT.replace("critic.parameters()", "model.head.parameters()"),
+    LEFT.replace("critic.parameters()", "[*critic.parameters()]"),
+    LEFT.replace("nn.Linear(4, 4).cuda()", "model.head"),
+    LEFT.replace("nn.Linear(4, 4).cuda()", "Critic(model.body)"),
+    "import accelerate" + LOADED.replace(", pin_memory=True", ""),
+    LEFT.replace("optimizer.zero_grad()", "for each in (optimizer, other):\n            each.zero_grad()"),
+    LEFT.replace("optimizer.zero_grad()", "optimizer.zero_grad()\n        critic.zero_grad()"),
+    CLEAN + "model.eval()\nexplained = [model(x) for x in parts]\nsum(explained).backward()\n",
+    CLEAN.replace("out = model(x)", "out = sum([model(x) for x in (x, x)])"),
+]
+ON_THE_HOST = LOADED.replace(", pin_memory=True", "").replace(ONE_BY_ONE, "pass")
+WITH_OPTIONS = LOADED.replace("pin_memory=True", "**options")
+MADE_THERE = POSITIONS.replace("arange(x.shape[1], device=x.device)", "arange(4).to(x.device)")
+CACHED = MADE_THERE.replace(
+    "        return self.tokens", "        if self.seen is None:\n            return self.tokens"
+)
+FILLED = MADE_THERE.replace("torch.arange(4)", "torch.tensor(self.places)")
+
 
 def found(text: str) -> dict[str, int]:
     """The number of the first line of each check's findings."""
@@ -246,7 +326,9 @@ def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> 
     assert found(faulty.replace(old, new)) == {}
 
 
-@pytest.mark.parametrize("text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED])
+@pytest.mark.parametrize(
+    "text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED, ON_THE_HOST, WITH_OPTIONS, CACHED, FILLED]
+)
 def test_a_script_that_means_what_looks_like_a_fault_has_no_finding(text: str) -> None:
     assert found(text) == {}
 
