@@ -33,6 +33,7 @@ from brimful.settings import Action, Settings, UnitAction
 from brimful.utils.quantities import format_bytes
 from helpers.faults import OutOfMemoryAt
 from helpers.torchrun import result_of_two_ranks
+from helpers.trained_beside import check_out_of_memory
 from helpers.trainers import (
     LONGEST,
     VOCABULARY,
@@ -197,35 +198,14 @@ def test_a_run_is_resumed_as_the_trainer_resumes(tmp_path: Path) -> None:
     assert_same(whole, resumed, exactly=True)
 
 
-ITS_OWN = ("aten.isnan", "aten.isinf", "aten._local_scalar_dense", "aten.add_.Tensor")
-"""Ops on the loss that the trainer's loop makes between the steps' functions, of one number each."""
-
-
-def ops_of_a_step(tmp_path: Path, **changes: Any) -> list[str]:
-    counting = OutOfMemoryAt()
-    own = trainer(tmp_path, callbacks=[During(2, counting)], **changes)
-    bft.apply(bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=4), own, report=False)
-    train(own)
-    return counting.ops
-
-
 @pytest.mark.slow
 def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path) -> None:
-    """At 50 points of the third step of 4 and its last 30 ops: training ends the same."""
-    calm = trainer(tmp_path)
-    plan = bft.plan(calm, "cpu", budget="1GiB", recompute="all", micro_batch_size=4)
-    bft.apply(plan, calm, report=False)
-    train(calm)
-    ops = ops_of_a_step(tmp_path)
-    spread = {round(len(ops) * place / 50) for place in range(50)} | set(range(len(ops) - 30, len(ops)))
-    for number in sorted(number for number in spread if not ops[number].startswith(ITS_OWN)):
-        fault = OutOfMemoryAt(number)
-        own = trainer(tmp_path, callbacks=[During(2, fault)])
-        applied = bft.apply(plan, own, report=False)
-        train(own)
-        assert fault.raised == 1
-        assert_same(own, calm, exactly=True)
-        assert len(applied.recoveries) <= 1  # an update is finished, not taken again
+    """At 25 points of the third step of 4, of two blocks, and its last 30 ops: training ends the same."""
+
+    def make(**changes: Any) -> Trainer:
+        return trainer(tmp_path, gpt2(layers=2), **changes)
+
+    check_out_of_memory(make, 25, micro_batch_size=4, last=30)
 
 
 def test_a_micro_batch_that_does_not_fit_twice_is_halved(tmp_path: Path) -> None:
@@ -523,26 +503,26 @@ def test_a_lora_adapter_trains_as_without_a_plan(tmp_path: Path) -> None:
 RANK = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import brimful.integrations.transformers as bft
 from helpers.trainers import gpt2, losses, train, trainer
 
-own = trainer(Path(sys.argv[1]), gpt2(dropout=0.0), per_device_train_batch_size=4)
-plan = bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=int(sys.argv[2]))
-assert plan.settings.world_size == 2
-if sys.argv[3] == "planned":
-    bft.apply(plan, own, report=False)
-train(own)
-report(losses(own))
+def trained(is_planned):
+    own = trainer(Path(sys.argv[1]), gpt2(dropout=0.0), per_device_train_batch_size=4)
+    if is_planned:
+        plan = bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=2)
+        assert plan.settings.world_size == 2
+        bft.apply(plan, own, report=False)
+    train(own)
+    return losses(own)
+
+report([trained(is_planned) for is_planned in (False, True)])
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2])
-def test_two_processes_train_the_same_batch(tmp_path: Path, size: int) -> None:
-    alone = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "alone")
-    planned = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "planned")
+def test_two_processes_train_the_same_batch(tmp_path: Path) -> None:
+    alone, planned = result_of_two_ranks(tmp_path, RANK, str(tmp_path))
     assert planned == pytest.approx(alone, rel=1e-4)
 
 

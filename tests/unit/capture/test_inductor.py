@@ -328,6 +328,12 @@ def test_compiled_ops_cost_a_launch_and_no_python(compiled_for_gpu: Trace) -> No
     assert {op.module for op in compiled_for_gpu.ops if op.compiled} == {"0", "1"}
 
 
+@pytest.fixture(scope="module")
+def various_for_gpu() -> Trace:
+    """What asks most of a GPU that is not there, compiled in bf16."""
+    return on_gpu(blocks(Various), settings_of("0", precision="bf16"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "patch",
@@ -342,10 +348,11 @@ def test_compiled_ops_cost_a_launch_and_no_python(compiled_for_gpu: Trace) -> No
         "empty_strided_cuda",
     ],
 )
-def test_each_patch_for_a_gpu_is_needed(patch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_patch_for_a_gpu_is_needed(
+    patch: str, various_for_gpu: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a CPU: if torch changes, this shows it."""
-    job, settings = blocks(Various, Various), settings_of("0", "1", precision="bf16")
-    right = on_gpu(job, settings)
+    right = various_for_gpu
     assert not [note for note in right.uncertain_ops if "eagerly" in note]
     if patch in inductor._ON_FAKES:
         without = {name: value for name, value in inductor._ON_FAKES.items() if name != patch}
@@ -364,7 +371,7 @@ def test_each_patch_for_a_gpu_is_needed(patch: str, monkeypatch: pytest.MonkeyPa
             lambda owner, name, instead: nullcontext() if name == patch else replaced(owner, name, instead),
         )
     try:
-        found = on_gpu(job, settings)
+        found = on_gpu(blocks(Various), settings_of("0", precision="bf16"))
     except CaptureError:
         return
     assert (found.ops, found.uncertain_ops) != (right.ops, right.uncertain_ops)

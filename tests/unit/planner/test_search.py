@@ -23,6 +23,7 @@ from brimful.planner import JobTraits, Request, check_trace, search
 from brimful.planner.plan import Plan
 from brimful.planner.problem.splice import Splicer
 from brimful.planner.simplest import SIMPLICITY_FRACTION
+from brimful.prediction.estimator import Capture
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trace import EventKind, Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
@@ -56,7 +57,7 @@ def smallest_budget(name: str) -> int:
     return caught.value.smallest_peak_bytes
 
 
-SHARES = sorted([i / 8 for i in range(9)] + [1 / 3 + i / 100 for i in range(8)])
+SHARES = sorted([i / 4 for i in range(5)] + [1 / 3 + i / 100 for i in range(6)])
 """Of what keeping everything takes beyond the least: over all of it, and close to one another."""
 
 
@@ -241,9 +242,14 @@ def language_model(classes: int) -> Job:
     return Job(name="words", model=model, loss=loss, batch=lambda n: torch.zeros(n, 64, dtype=torch.long))
 
 
-def planned_words(share: float, classes: int = 5000, **asked: Any) -> Plan:
+@cache
+def capturing_words(classes: int) -> Capture:
     job = language_model(classes)
-    run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
+    return cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
+
+
+def planned_words(share: float, classes: int = 5000, **asked: Any) -> Plan:
+    run = capturing_words(classes)
     request = Request(
         job=JobTraits(name="words"),
         device=slow(CPU),
@@ -280,11 +286,16 @@ def test_another_optimizer_is_chosen_only_if_allowed_and_the_plan_says_so() -> N
     assert None in [each.optimizer for each in settings], "the best with the job's own optimizer is not told"
 
 
+@cache
+def capturing_unet(*without: str) -> Capture:
+    """Steps of a U-Net, without some corrections."""
+    job, device = find_architecture("unet", image_size=128), find_device("RTX 3090")
+    return cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps, without=without))
+
+
 def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
     """On a GPU; the plan's prediction is that of the growing allocator, and `check` repeats it."""
-    job = find_architecture("unet", image_size=128)
-    device = find_device("RTX 3090")
-    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
+    device, run = find_device("RTX 3090"), capturing_unet()
     asked = Request(
         job=JobTraits(name="unet"), device=device, budget_bytes=0, global_batch_size=16, asked=FASTEST
     )
@@ -314,10 +325,7 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
 
     Convolutions' copies are left out: they are as large as what dividing the block saves.
     """
-    job = find_architecture("unet", image_size=128)
-    device = find_device("RTX 3090")
-    without = ("cudnn_convolution",)
-    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps, without=without))
+    device, run = find_device("RTX 3090"), capturing_unet("cudnn_convolution")
     asked = Request(
         job=JobTraits(name="unet"),
         device=device,
@@ -339,10 +347,7 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
 @pytest.mark.slow
 def test_a_plan_makes_a_concatenation_again_where_that_takes_less_and_training_is_the_same() -> None:
     """Of the last block of a U-Net, whose first convolution does not run again; without any copies."""
-    job = find_architecture("unet", image_size=128)
-    device = find_device("RTX 3090")
-    without = ("cudnn_convolution",)
-    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps, without=without))
+    device, run = find_device("RTX 3090"), capturing_unet("cudnn_convolution")
     asked = Request(
         job=JobTraits(name="unet"),
         device=device,
