@@ -265,8 +265,13 @@ def plot_comparison(comparison: TechniqueComparison, path: Path) -> None:
     for axes, values, points in zip((memory, speed), (peaks, speeds), measured, strict=True):
         for bar, shade in zip(axes.barh(places, values, color=colours), shades, strict=True):
             bar.set_alpha(shade)
-        axes.bar_label(axes.containers[0], [_number(value) for value in values], padding=5, fontsize=8)
         axes.scatter(points, places, s=18, color="black", zorder=3)
+        for place, value, point in zip(places, values, points, strict=True):
+            end = max(value, 0.0 if math.isnan(point) else point)  # behind the measured point, too
+            axes.annotate(
+                _number(value), (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        axes.locator_params(axis="x", nbins=6)
         axes.margins(x=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     memory.set_yticks(places, [row.technique for row in rows])
