@@ -282,7 +282,7 @@ def plot_comparison(comparison: TechniqueComparison, path: Path) -> None:
     pale = "" if all(row.fits for row in rows) else "; pale: tight or over"
     speed.set_xlabel(f"predicted samples per second{pale}")
     figure.suptitle(comparison_report(comparison).heading, fontsize=11)
-    shown = [Patch(color=colour, label=f"{results} results") for results, colour in _COLOURS.items()]
+    shown: list[Any] = [Patch(color=colour, label=f"{results} results") for results, colour in _COLOURS.items()]
     if any(row.measured is not None for row in rows):
         shown.append(Line2D([], [], color="black", marker="o", markersize=4, linestyle="", label="measured"))
     figure.legend(handles=shown, fontsize=8, frameon=False, ncols=len(shown), loc="outside lower center")
