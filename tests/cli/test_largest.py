@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import brimful as bf
+from brimful.api import largest, largest_plan
+from brimful.models import dimension, resolve_job
+from brimful.planner import Limit
 from helpers.command_line import brimful
 
 JOB = """
@@ -66,6 +70,20 @@ def test_what_a_model_refuses_ends_the_search(folder: Path) -> None:
     done = brimful(folder, "estimate", "mine.py:job", *BUDGET, "--largest", "layers")
     assert done.stdout.startswith("tiny on T4: the largest layers that fits is 40\n")
     assert "model: at most 40 layers, not 41" in done.stdout
+
+
+def test_the_search_for_layers_ends_at_a_number_of_them(folder: Path) -> None:
+    """A tiny model's 10,960 layers took 8 minutes to find."""
+    name = f"{folder / 'mine.py'}:job"
+    assert dimension(name, "layers", {}).most == 1024
+
+    def job_of(layers: int) -> bf.Job:
+        return resolve_job(name, layers=layers)
+
+    found = largest(job_of, "T4", option="layers", start=4, most=6, micro_batch_size=4).size
+    assert (found.value, found.limited_by, list(found.tried)) == (6, Limit.SEARCH, [4, 6])
+    planned = largest_plan(job_of, "T4", option="layers", start=4, most=6, global_batch_size=4).size
+    assert (planned.value, planned.limited_by) == (6, Limit.SEARCH)
 
 
 def test_a_sequence_is_never_longer_than_the_positions_of_a_model(folder: Path) -> None:

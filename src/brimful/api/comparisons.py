@@ -32,6 +32,11 @@ from brimful.results import Measurement
 from brimful.settings import Settings
 from brimful.utils.status import busy, report
 
+_GUARD = (
+    "Each row runs in a process of its own, which first imports the script: call compare under "
+    "if __name__ == '__main__'."
+)
+
 
 @undisturbed()
 @busy("comparing")
@@ -67,11 +72,13 @@ def compare(
         results are those of the baseline. The plans are the last rows.
 
     Raises:
-        UsageError: An argument is invalid, or the job cannot be pickled.
+        UsageError: An argument is invalid, the job cannot be pickled, or a script that measures calls this
+            outside of `if __name__ == "__main__"`.
         CaptureError: The baseline cannot be run on fake tensors.
     """
     if measure:
         check_is_here(device)
+        _check_is_no_import()
         make_job = _pickled(job)
     target = resolve_device(device)
     longest = with_longest_batch(job, global_batch_size)
@@ -109,6 +116,14 @@ def check_is_here(device: DeviceLike) -> None:
         )
 
 
+def _check_is_no_import() -> None:
+    """Check that this is not the import of the script by a process that measures; UsageError if it is."""
+    if getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    ):  # what multiprocessing asks; Python 3.14
+        raise UsageError(f"compare is called while a process that measures imports the script. {_GUARD}")
+
+
 def measured_comparison(
     comparison: TechniqueComparison, make_job: Callable[[], Job], device: DeviceLike
 ) -> TechniqueComparison:
@@ -128,6 +143,10 @@ def _measured(row: ComparedTechnique, make_job: Callable[[], Job], device: Devic
     context = multiprocessing.get_context("spawn")
     assert row.settings is not None
     with ProcessPoolExecutor(1, mp_context=context) as pool:
+        try:
+            pool.submit(int).result()
+        except BrokenProcessPool:
+            raise UsageError(f"the process that measures {row.technique} did not start. {_GUARD}") from None
         try:
             measuring = pool.submit(_measure, make_job, dict(row.variant), row.settings, device)
             return replace(row, measured=measuring.result())

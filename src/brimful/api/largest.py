@@ -14,6 +14,7 @@ from brimful.execution.random_state import undisturbed
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
 from brimful.planner import (
+    MOST_STEPS,
     Largest,
     LargestEstimate,
     LargestPlan,
@@ -49,6 +50,7 @@ def largest(
     option: str = "size",
     step: int = 1,
     start: int = 1,
+    most: int | None = None,
     **options: Any,
 ) -> LargestEstimate:
     """Find the largest size of a job with which a step fits, from estimates of a few sizes.
@@ -62,6 +64,7 @@ def largest(
         option: Name of the size, for reports.
         step: Only multiples of this number are tried.
         start: The first size that is tried.
+        most: The search ends at this size; larger ones may fit. Default: 2**20 steps.
         **options: Options of `brimful.estimate`.
 
     Returns:
@@ -75,7 +78,8 @@ def largest(
     job_of = lru_cache(maxsize=1)(make_job)
     of_result = {name: options.pop(name) for name in _OF_THE_RESULT if options.get(name)}
     predict = partial(_predicted, job_of, device, option, options)
-    size = find_largest(predict, refusal=_refusal_of(job_of), step=step, start=start)
+    steps = MOST_STEPS if most is None else most // step
+    size = find_largest(predict, refusal=_refusal_of(job_of), step=step, start=start, most=steps)
     _check_fits(job_of, size, option, "A plan may fit: `brimful plan` with --largest.")
     assert size.result is not None
     job = job_of(size.value)
@@ -120,6 +124,7 @@ def largest_plan(
     option: str = "size",
     step: int = 1,
     start: int = 1,
+    most: int | None = None,
     world_size: int = 1,
     num_nodes: int = 1,
     network: str | float | None = None,
@@ -139,6 +144,7 @@ def largest_plan(
         option: Name of the size, for reports.
         step: Only multiples of this number are tried.
         start: The first size that is tried.
+        most: The search ends at this size; larger ones may fit. Default: 2**20 steps.
         world_size: As for `brimful.plan`.
         num_nodes: As for `brimful.plan`.
         network: As for `brimful.plan`.
@@ -193,9 +199,10 @@ def largest_plan(
         return tried_plan(plan, f"{value:,}")
 
     refusal = _refusal_of(job_of)
-    expected = find_largest(predict, refusal=refusal, step=step, start=start)
+    steps = MOST_STEPS if most is None else most // step
+    expected = find_largest(predict, refusal=refusal, step=step, start=start, most=steps)
     _check_fits(job_of, expected, option, _WITHOUT)
-    size = find_largest(plan_of, refusal=refusal, step=step, start=expected.value)
+    size = find_largest(plan_of, refusal=refusal, step=step, start=expected.value, most=steps)
     _check_fits(job_of, size, option, _WITHOUT)
     found = size.result
     assert found is not None

@@ -47,6 +47,7 @@ def largest_estimate(
         option=size.option,
         step=size.step,
         start=size.start,
+        most=size.most,
         micro_batch_size=micro_batch_size,
         **asked,
     )
@@ -75,6 +76,7 @@ def largest_plan(
         option=size.option,
         step=size.step,
         start=size.start,
+        most=size.most,
         **asked,
     )
     return replace(found, plan=replace(found.plan, source=_sized(source, size.option, found.size.value)))

@@ -20,6 +20,8 @@ class Dimension:
     """What the sizes that are tried are multiples of."""
     start: int
     """The first size that is tried."""
+    most: int | None
+    """The largest size that is tried; None if it is not bounded."""
 
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -34,6 +36,9 @@ _STEPS = {"seq-len": 8, "image-size": 32, "layers": 1, "hidden": 64}
 times, and the usual size of a head. A choice."""
 _STARTS = {"seq-len": 128, "image-size": 224, "layers": 4, "hidden": 256}
 """Small sizes, which are captured soon. A choice."""
+_MOST = {"layers": 1024}
+"""Sizes at which the search ends: a capture takes about 20 ms a layer, in which a tiny model is searched for
+minutes. A choice."""
 _NO_MULTIPLE = 2**16 + 1
 """A prime, which is a multiple of no step."""
 LARGEST = ("batch", *_OPTIONS)
@@ -57,7 +62,8 @@ def dimension(name: str, what: str, options: Mapping[str, Any]) -> Dimension:
     if option in options:
         raise UsageError(f"--largest {what} finds {option}; leave out {option}={options[option]}.")
     step = _step(name, option, options) or _STEPS[what]
-    return Dimension(option=option, step=step, start=max(_STARTS[what] // step, 1) * step)
+    start = max(_STARTS[what] // step, 1) * step
+    return Dimension(option=option, step=step, start=start, most=_MOST.get(what))
 
 
 def _those_of(has: Collection[str]) -> list[str]:

@@ -26,7 +26,7 @@ from brimful.codec import parse_json, read_regular_file
 from brimful.errors import UsageError, nearest_names
 from brimful.job import Batch, Job
 from brimful.models.checks import check_range, checked_size
-from brimful.models.huggingface import attention, import_transformers, own_loss
+from brimful.models.huggingface import attention, import_transformers, own_loss, set_causal_loss
 from brimful.models.resized import resized
 from brimful.utils.files import is_directory, is_file
 
@@ -266,6 +266,8 @@ def _built(
         except ValueError:  # the model has no such attention
             made._attn_implementation = "eager"
             model = kind(made)
+        if is_causal:
+            set_causal_loss(model)
         return model
 
     return build

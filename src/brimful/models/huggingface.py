@@ -48,9 +48,13 @@ def build_model(name: str, published: Published, *, without: tuple[str, ...] = (
     )
     model: Any = getattr(transformers, published.model_class)(config)
     if published.causal:
-        # what transformers falls back to, with a warning, as "GPT2LMHeadModel" does not name its loss
-        model.loss_type = "ForCausalLM"
+        set_causal_loss(model)
     return model
+
+
+def set_causal_loss(model: Any) -> None:
+    """Name the loss that transformers falls back to, with a warning, as "GPT2LMHeadModel" does not name it."""
+    model.loss_type = "ForCausalLM"
 
 
 _IMPORTED_WHEN_CALLED = {

@@ -184,10 +184,11 @@ def _unknown(name: str) -> UnknownNameError:
 _NAMES_OF_TRAINERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw with the implementation fused",
+    "adamw_apex_fused": "adamw with the implementation fused",
     "adamw_bnb_8bit": "adamw8bit",
     "adamw_8bit": "adamw8bit",
 }
-"""Values of `TrainingArguments.optim` (transformers 5.23: training_args.py) and their names here.
+"""Values of `TrainingArguments.optim` (transformers 5.23: training_args.py; with apex, 4.x); their names here.
 
 Its sgd has no momentum and its adafactor is Transformers' own class; these names mean torch's here.
 """

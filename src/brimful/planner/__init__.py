@@ -13,6 +13,7 @@ from brimful.planner.explain.notes import MEAN_OVER_SAMPLES_NOTE
 from brimful.planner.explain.suggestions import what_an_estimate_lacks
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
 from brimful.planner.largest import (
+    MOST_STEPS,
     Largest,
     LargestEstimate,
     LargestPlan,
@@ -31,6 +32,7 @@ from brimful.planner.search import least_step, search
 
 __all__ = [
     "MEAN_OVER_SAMPLES_NOTE",
+    "MOST_STEPS",
     "SORTS",
     "Alternative",
     "Change",

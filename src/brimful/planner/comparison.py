@@ -112,6 +112,21 @@ class ComparedTechnique:
         """Samples of the global batch per second of step time; None without a prediction."""
         return None if self.predicted is None else self.predicted.predicted_samples_per_second
 
+    @property
+    def measured_samples_per_second(self) -> float | None:
+        """As predicted, with the measured step time; None if the row was not measured."""
+        if self.predicted is None or self.measured is None:
+            return None
+        slowdown = self.measured.measured_step_seconds / self.predicted.predicted_step_seconds
+        return self.predicted.predicted_samples_per_second / slowdown
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """On a GPU of the device, on a CPU of tensors; None if the row was not measured."""
+        if self.measured is None:
+            return None
+        return self.measured.measured_peak_device_bytes or self.measured.measured_peak_allocated_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TechniqueComparison(PrintedResult):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from brimful.report.layout import Listing, Part, Remark, Report, Row
 from brimful.report.plans import uncertain_rows
 from brimful.results.measurement import busy_text
 from brimful.utils.files import write_file
-from brimful.utils.quantities import GIB, format_bytes, format_seconds
+from brimful.utils.quantities import SHOWN_UNITS, format_bytes, format_seconds
 
 _HEADING = ("technique", "peak", "samples/s", "×", "results", "")
 _LINE = "  {:<39}{:>9}{:>11}{:>7}  {:<9}  {}"
@@ -25,13 +26,14 @@ _MEASURED_LINE = "  {:<39}{:>9}{:>9}{:>7}{:>10}{:>9}{:>6}"
 _NO_RESULT = "–"
 """Results of a row that is not predicted."""
 _OF_TEXT = (
-    "×: speed beside the baseline's. over: does not fit.",
+    "×: speed beside the baseline's.",
     "What each row changes, and how to ask for it: --markdown, to_markdown().",
 )
-_LEGEND = (
-    "tight: the likely peak fits, and exceeds too often for a plan.",
+_TIGHT = "tight: the likely peak fits, and exceeds too often for a plan."
+_OVER = "over: does not fit."
+_RESULTS = (
     "results: weights after the step beside the baseline's. identical: bit for bit. rounding: other last "
-    "digits, and dropout may draw other numbers. different: other mathematics.",
+    "digits, and dropout may draw other numbers. different: other mathematics."
 )
 
 
@@ -56,9 +58,16 @@ def _parts(comparison: TechniqueComparison) -> Iterator[Part]:
         if busy := busy_text(max(waits)):
             yield Row("busy machine", busy)
     yield from (Remark(row.technique, row.why_not) for row in comparison.rows if row.why_not)
-    yield from (Remark("", each) for each in (*_LEGEND, *_OF_TEXT))
+    over = (_OVER,) if any(row.verdict is Verdict.DOES_NOT_FIT for row in comparison.rows) else ()
+    yield from (Remark("", each) for each in (*_legend(comparison), *over, *_OF_TEXT))
     yield from uncertain_rows(_noted(comparison)[0])
     yield from (Remark("note", note) for note in _noted(comparison)[1])
+
+
+def _legend(comparison: TechniqueComparison) -> tuple[str, ...]:
+    """What the words of the table mean."""
+    tight = (_TIGHT,) if any(row.verdict is Verdict.TIGHT for row in comparison.rows) else ()
+    return (*tight, _RESULTS)
 
 
 def _noted(comparison: TechniqueComparison) -> tuple[list[str], list[str]]:
@@ -115,7 +124,7 @@ def _measured_cells(row: ComparedTechnique) -> tuple[str, ...]:
     assert measured is not None
     is_gpu = measured.measured_peak_device_bytes is not None
     predicted_bytes = found.predicted_peak_device_bytes if is_gpu else found.predicted_peak_allocated_bytes
-    measured_bytes = measured.measured_peak_device_bytes or measured.measured_peak_allocated_bytes
+    measured_bytes = row.measured_peak_bytes or 0
     predicted_seconds, measured_seconds = found.predicted_step_seconds, measured.measured_step_seconds
     return (
         row.technique,
@@ -134,8 +143,10 @@ def _number(number: float) -> str:
 
 def comparison_markdown(comparison: TechniqueComparison) -> str:
     """The rows as a table in Markdown, each with what it changes and how to ask for it."""
-    columns = ("technique", "peak", "samples/s", "results", "fits", "what it changes", "option")
-    rows = [columns, ("---", "---:", "---:", "---", "---", "---", "---")]
+    is_measured = any(row.measured is not None for row in comparison.rows)
+    twins = ("measured peak", "measured samples/s") if is_measured else ()
+    columns = ("technique", "peak", "samples/s", *twins, "results", "fits", "what it changes", "option")
+    rows = [columns, tuple("---:" if cell in ("peak", "samples/s", *twins) else "---" for cell in columns)]
     for row in comparison.rows:
         found, speed = row.predicted, row.predicted_samples_per_second
         rows.append(
@@ -143,6 +154,7 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
                 f"**{row.technique}**" if row is comparison.fastest else row.technique,
                 "–" if found is None else format_bytes(found.predicted_peak_device_bytes),
                 "–" if speed is None else _number(speed),
+                *(_measured_twins(row) if is_measured else ()),
                 str(row.results or _NO_RESULT),
                 "not predicted" if row.verdict is None else str(row.verdict),
                 row.why_not.replace("\n", " ") or row.effect or "–",
@@ -153,8 +165,24 @@ def comparison_markdown(comparison: TechniqueComparison) -> str:
     title = comparison_report(comparison).heading
     notes = [f"- {note}" for note in comparison.notes]
     return "\n".join(
-        [f"{title}", "", *lines, "", *_findings(comparison), "", *_LEGEND, "", *notes, *([""] if notes else [])]
+        [
+            f"{title}",
+            "",
+            *lines,
+            "",
+            *_findings(comparison),
+            "",
+            *_legend(comparison),
+            "",
+            *notes,
+            *([""] if notes else []),
+        ]
     )
+
+
+def _measured_twins(row: ComparedTechnique) -> tuple[str, str]:
+    peak_bytes, speed = row.measured_peak_bytes, row.measured_samples_per_second
+    return ("–", "–") if peak_bytes is None or speed is None else (format_bytes(peak_bytes), _number(speed))
 
 
 def comparison_document(comparison: TechniqueComparison) -> dict[str, Any]:
@@ -201,12 +229,16 @@ def _row_document(row: ComparedTechnique) -> dict[str, Any]:
 
 _COLOURS = {SameResults.IDENTICAL: "#2e9e6b", SameResults.ROUNDING: "#4c8bd6", SameResults.DIFFERENT: "#d9822b"}
 _INCHES_OF_A_ROW = 0.3
+_FARTHEST_LINE = 3
+"""Where the memory that rows must fit is more than this many times the largest peak, a line there would leave
+the bars no room, and only the heading has it. A choice."""
 
 
 def plot_comparison(comparison: TechniqueComparison, path: Path) -> None:
     """Write peak memory and speed of each row as bars; see `TechniqueComparison.plot`."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError as error:
         raise UsageError(
@@ -222,21 +254,38 @@ def plot_comparison(comparison: TechniqueComparison, path: Path) -> None:
     places = range(len(rows))
     colours = [_COLOURS[row.results] for row in rows if row.results]
     shades = [1.0 if row.fits else 0.35 for row in rows]
-    peaks = [row.predicted.predicted_peak_device_bytes / GIB for row in rows if row.predicted]
+    most_bytes = max((row.predicted.predicted_peak_device_bytes for row in rows if row.predicted), default=1)
+    unit_bytes, unit = next((each for each in SHOWN_UNITS if each[0] <= most_bytes), (1, "B"))
+    peaks = [row.predicted.predicted_peak_device_bytes / unit_bytes for row in rows if row.predicted]
     speeds = [row.predicted_samples_per_second or 0.0 for row in rows]
-    for axes, values in ((memory, peaks), (speed, speeds)):
+    measured = (
+        [(row.measured_peak_bytes or math.nan) / unit_bytes for row in rows],
+        [row.measured_samples_per_second or math.nan for row in rows],
+    )
+    for axes, values, points in zip((memory, speed), (peaks, speeds), measured, strict=True):
         for bar, shade in zip(axes.barh(places, values, color=colours), shades, strict=True):
             bar.set_alpha(shade)
-        axes.bar_label(axes.containers[0], [_number(value) for value in values], padding=3, fontsize=8)
+        axes.scatter(points, places, s=18, color="black", zorder=3)
+        for place, value, point in zip(places, values, points, strict=True):
+            end = max(value, 0.0 if math.isnan(point) else point)  # behind the measured point, too
+            axes.annotate(
+                _number(value), (end, place), (5, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        axes.locator_params(axis="x", nbins=6)
         axes.margins(x=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     memory.set_yticks(places, [row.technique for row in rows])
-    memory.axvline(comparison.capacity_bytes / GIB, color="#d64545", linewidth=1)
-    memory.set_xlabel("predicted peak memory, GiB; red: what it must fit")
-    speed.set_xlabel("predicted samples per second; pale: tight or over")
+    memory.set_xlabel(f"predicted peak memory, {unit}")
+    if comparison.capacity_bytes <= _FARTHEST_LINE * most_bytes:
+        memory.axvline(comparison.capacity_bytes / unit_bytes, color="#d64545", linewidth=1)
+        memory.set_xlabel(f"predicted peak memory, {unit}; red: what it must fit")
+    pale = "" if all(row.fits for row in rows) else "; pale: tight or over"
+    speed.set_xlabel(f"predicted samples per second{pale}")
     figure.suptitle(comparison_report(comparison).heading, fontsize=11)
-    patches = [Patch(color=colour, label=f"{results} results") for results, colour in _COLOURS.items()]
-    figure.legend(handles=patches, fontsize=8, frameon=False, ncols=3, loc="outside lower center")
+    shown: list[Any] = [Patch(color=colour, label=f"{results} results") for results, colour in _COLOURS.items()]
+    if any(row.measured is not None for row in rows):
+        shown.append(Line2D([], [], color="black", marker="o", markersize=4, linestyle="", label="measured"))
+    figure.legend(handles=shown, fontsize=8, frameon=False, ncols=len(shown), loc="outside lower center")
     image = BytesIO()
     figure.savefig(image, format=path.suffix[1:].lower(), dpi=120)
     write_file(path, image.getvalue())

@@ -14,6 +14,8 @@ from brimful.errors import SizeError
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+SHOWN_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+"""The units in which readers see bytes, the largest first."""
 
 _UNIT_BYTES = {
     "b": 1,
@@ -96,7 +98,7 @@ def _shown(asked: str | float) -> str:
 def format_bytes(size_bytes: int) -> str:
     """`size_bytes` for a reader, in the binary unit that keeps three digits: "21.3 GiB"."""
     magnitude = abs(size_bytes)
-    for unit_bytes, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for unit_bytes, unit in SHOWN_UNITS:
         if magnitude >= unit_bytes:
             value = size_bytes / unit_bytes
             return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"

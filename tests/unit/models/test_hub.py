@@ -294,6 +294,14 @@ def test_what_would_be_another_model_is_refused(tmp_path: Path, more: dict[str, 
         bf.find_architecture(str(tmp_path))
 
 
+def test_the_loss_of_gpt2_is_named_where_its_class_does_not_name_it(tmp_path: Path) -> None:
+    """Transformers warns on each start where it has to guess."""
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 100, "n_positions": 32}
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert bf.find_architecture(str(tmp_path)).model().loss_type == "ForCausalLM"
+
+
 @pytest.mark.parametrize("path", ["examples/digits.yaml", "models/net.pt", "here/model"])
 def test_paths_are_not_asked_of_the_network(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_arguments: Any) -> None:

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -416,11 +418,8 @@ def test_rows_are_measured_in_processes_of_their_own(
     assert "Predicted beside measured" in str(compared)
 
 
-@pytest.mark.parametrize(("fraction", "is_busy"), [(0.5, True), (0.01, False), (None, False)])
-def test_what_was_measured_beside_other_work_says_so(
-    on_gpu: TechniqueComparison, fraction: float | None, is_busy: bool
-) -> None:
-    measured = Measurement(
+def _measurement() -> Measurement:
+    return Measurement(
         device="cpu",
         measured_peak_allocated_bytes=1,
         measured_peak_reserved_bytes=1,
@@ -429,9 +428,16 @@ def test_what_was_measured_beside_other_work_says_so(
         measured_steps=1,
         shortest_step_seconds=1.0,
         longest_step_seconds=1.0,
-        core_wait_fraction=fraction,
+        core_wait_fraction=None,
         loss=None,
     )
+
+
+@pytest.mark.parametrize(("fraction", "is_busy"), [(0.5, True), (0.01, False), (None, False)])
+def test_what_was_measured_beside_other_work_says_so(
+    on_gpu: TechniqueComparison, fraction: float | None, is_busy: bool
+) -> None:
+    measured = replace(_measurement(), core_wait_fraction=fraction)
     first, *others = on_gpu.rows
     text = str(replace(on_gpu, rows=(replace(first, measured=measured), *others)))
     assert ("waited for one 50% of the time" in text) == is_busy
@@ -444,6 +450,54 @@ def test_only_a_job_that_can_be_pickled_is_measured_and_only_here() -> None:
         bf.compare(job(), GPU, global_batch_size=16, measure=True)
     with pytest.raises(UsageError, match="this is a Device record, of RTX 3090: it does not say which device"):
         bf.compare(job(), find_device(GPU), global_batch_size=16, measure=True)
+
+
+def test_a_script_that_measures_while_it_is_imported_is_refused_once(tmp_path: Path) -> None:
+    """Each process that measures would compare again, and fail to start others."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nsys.path.append({str(JOBS.parents[1])!r})\n"
+        "import brimful as bf\nfrom helpers.compared_jobs import job\n"
+        "bf.compare(job(), 'cpu', global_batch_size=4, measure=True)\n"
+    )
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stderr.count("Traceback") == 2, run.stderr
+    assert "while a process that measures imports the script" in run.stderr
+    assert "did not start. Each row runs in a process of its own" in run.stderr.splitlines()[-1]
+    assert "if __name__ == '__main__'" in run.stderr.splitlines()[-1]
+
+
+def test_measured_figures_are_in_markdown_and_plot(on_gpu: TechniqueComparison, tmp_path: Path) -> None:
+    first, *others = on_gpu.rows
+    measured = replace(_measurement(), measured_peak_device_bytes=2**30, measured_step_seconds=0.5)
+    found = replace(on_gpu, rows=(replace(first, measured=measured), *others))
+    heading, _, baseline, after, *_ = (line for line in found.to_markdown().splitlines() if "|" in line)
+    assert "measured peak | measured samples/s" in heading
+    assert "| 1 GiB | 32 |" in baseline
+    assert "| – | – |" in after
+    assert drawn(found, tmp_path) - drawn(on_gpu, tmp_path) == {"measured"}
+
+
+def drawn(comparison: TechniqueComparison, folder: Path) -> set[str]:
+    """The texts of a plot."""
+    pytest.importorskip("matplotlib")
+    comparison.plot(folder / "plot.svg")
+    return set(re.findall("<!-- (.*?) -->", (folder / "plot.svg").read_text()))
+
+
+def test_bars_of_small_peaks_fill_a_plot(on_cpu: TechniqueComparison, tmp_path: Path) -> None:
+    """In the unit of the largest, without the line of a memory that is far larger."""
+    texts = drawn(on_cpu, tmp_path)
+    assert any(re.fullmatch(r"predicted peak memory, [KM]iB", text) for text in texts)
+    near = replace(on_cpu, capacity_bytes=on_cpu.rows[0].predicted.predicted_peak_device_bytes)
+    assert any(text.endswith("red: what it must fit") for text in drawn(near, tmp_path))
+
+
+def test_only_words_that_a_table_uses_are_explained(
+    on_cpu: TechniqueComparison, on_gpu: TechniqueComparison
+) -> None:
+    assert not {"tight:", "over:"} & set(str(on_cpu).split())
+    assert "over: does not fit" in str(on_gpu)
 
 
 def test_json_and_markdown_have_every_row(on_gpu: TechniqueComparison) -> None:

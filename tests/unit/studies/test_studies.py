@@ -280,3 +280,14 @@ def test_a_run_that_is_interrupted_ends_the_study(monkeypatch: pytest.MonkeyPatc
 def test_an_unknown_device_is_an_error_of_the_study() -> None:
     with pytest.raises(UnknownNameError):
         run_study(STUDIES["vgg16"], "nosuch")
+
+
+def test_the_guide_to_techniques_names_studies_and_rows_that_exist() -> None:
+    """The last column of its table: `study`: row; `study`, `study`."""
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "choose.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\|(?:[^|]*\|){5} (.+) \|$", page, re.MULTILINE)
+    named = re.findall(r"`([a-z0-9-]+)`(?:: ([^;|]+))?", "; ".join(cells))
+    assert len(named) > 10
+    for name, row in named:
+        labels = [case.label for case in find_study(name).cases]
+        assert any(row in label for label in labels), (name, row, labels)
