@@ -472,15 +472,20 @@ _lines_check(
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
     for line, calls in seen.evidence.accumulated.items():
-        # Divisors that differ, such as numbers of tokens, make means.
-        is_scaled = any(each.is_scaled for each in calls) or calls[0].divisors.intersection(
-            *(each.divisors for each in calls)
-        )
+        # Divisors that differ, such as numbers of tokens, make means; Accelerate divides by 1 too.
+        shared = calls[0].divisors.intersection(*(each.divisors for each in calls)) - {1}
+        is_scaled = any(each.is_scaled for each in calls) or shared
         if not seen.evidence.divides_gradients and not is_scaled:
             count = len(calls)
+            change = f"(loss / {count}).backward(), if the loss is a mean"
+            if line.startswith("accelerate/"):
+                change = (
+                    f"Accelerator(gradient_accumulation_steps={count}) and accumulate(model); "
+                    "of a Transformers Trainer, trainer.loss_is_scaled_for_ga = False"
+                )
             yield Finding(
                 what=f"the gradients of {count} micro-batches are added, and none is divided by {count}",
-                change=f"(loss / {count}).backward(), if the loss is a mean",
+                change=change,
                 line=line,
             )
 

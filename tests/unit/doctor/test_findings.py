@@ -556,6 +556,23 @@ def test_means_of_masked_tokens_are_not_divided_by_the_number_of_micro_batches(f
     assert [each.check for each in findings(watch.evidence())] == ["not-normalized"] * faulty
 
 
+@pytest.mark.parametrize("faulty", [True, False])
+def test_accumulation_by_accelerate_divides_if_it_knows_the_number_of_micro_batches(faulty: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1 if faulty else 4)
+    model = Net()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for _ in range(8):
+            for x, y in data(4):
+                accelerator.backward(functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    found = findings(watch.evidence())
+    assert [each.check for each in found] == ["not-normalized"] * faulty
+    assert all("trainer.loss_is_scaled_for_ga = False" in each.change for each in found)
+
+
 class Joined:
     """Results of an evaluation."""
 
