@@ -499,7 +499,7 @@ class _Seen:
                 itself=node,
                 number=node._sequence_nr(),
                 kind=_kind(node),
-                module=_common(own, before, behind),
+                module=self._around(before, behind) if own is None else own,
                 reached=before or "",
                 saved=found[0],
                 is_packed=found[1],
@@ -508,6 +508,14 @@ class _Seen:
                 ordered, saved, owners, _last_known(owners), after, strict=True
             )
         ]
+
+    def _around(self, before: str | None, behind: str | None) -> str:
+        """The module of a node without parameters: the repeated block that it ends, or that around both sides."""
+        if before is None or behind is None:
+            return ""
+        common = _common(before, behind)
+        block = self.names.repeated_block(before)
+        return common if block is None or f"{common}.".startswith(f"{block}.") else block
 
     def _owner_of(self, node: Any, saved: Iterable[Tensor]) -> str | None:
         """Path of the module whose parameters a node uses; None if it uses none."""
@@ -696,12 +704,8 @@ def _last_known(paths: Iterable[str | None]) -> Iterator[str | None]:
         yield last
 
 
-def _common(own: str | None, before: str | None, behind: str | None) -> str:
-    """The module itself, else the innermost one around both neighbours."""
-    if own is not None:
-        return own
-    if before is None or behind is None:
-        return ""
+def _common(before: str, behind: str) -> str:
+    """The innermost module around both."""
     return ".".join(
         a
         for a, b in takewhile(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from brimful.memory.attribution import HeldStorage, ModuleShare, shares_of_modules
 from brimful.trace import Category, Phase
@@ -173,11 +174,11 @@ def _joined(group: list[HeldStorage]) -> HeldStorage:
     """One entry for several, in the module around them; the largest gives its name."""
     first, count = group[0], len(group)
     modules = [each.module.split(".") for each in group if each.module is not None]
-    around = [names[0] for names in zip(*modules, strict=False) if len(set(names)) == 1]
+    around = takewhile(lambda names: len(set(names)) == 1, zip(*modules, strict=False))
     return HeldStorage(
         label=first.label if count == 1 else f"{first.label} and {count - 1} more",
         category=first.category,
-        module=".".join(around) if modules and count > 1 else first.module,
+        module=".".join(names[0] for names in around) if modules and count > 1 else first.module,
         held_bytes=sum(each.held_bytes for each in group),
         line=first.line,
     )

@@ -133,6 +133,24 @@ def test_a_forward_is_explained_by_category_module_and_line() -> None:
     assert blocks.held_bytes >= 2 * wide + of_block
 
 
+def test_what_ends_a_block_is_of_the_block_and_what_all_have_is_in_none() -> None:
+    """A ReLU has no parameters: its place is between two linear layers of different blocks."""
+    count = 4
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(count)]
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, 1))
+
+    def train() -> None:
+        out = model(torch.randn(SAMPLES, WIDTH))
+        out + torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+    found = found_of(train)
+    assert {"0.0.weight and 9 more": ""}.items() <= {each.label: each.module for each in found.largest}.items()
+    of_blocks = [each.held_bytes for each in found.modules if each.fqn in map(str, range(count))]
+    of_result = SAMPLES * WIDTH * 4
+    of_block = sum(each.nbytes for each in blocks[0].parameters()) + of_result
+    assert of_blocks == [of_block + of_result, *[of_block] * (count - 1)]  # the first one saves the input too
+
+
 def test_the_error_stays_the_same_and_its_traceback_shows_the_explanation() -> None:
     model = Net(fails_in=1)
     with pytest.raises(RuntimeError, match="allocate") as raised, bf.explain_out_of_memory():
@@ -650,7 +668,7 @@ def test_training_under_a_plan_compares_the_error_with_the_plan(train: Callable[
     assert "asked for 1 MiB more" in notes
     assert "parameters" in notes
     assert f"peak of {format_bytes(plan.predicted_peak_allocated_bytes)}" in notes
-    assert re.search(r"saved tensors: [\w ]+\s+\(tests/helpers/tiny_jobs\.py:\d+\)", notes)
+    assert re.search(r"saved tensors: [\w. ]+\s+\(tests/helpers/tiny_jobs\.py:\d+\)", notes)
     budget = re.search(r'bf\.plan\(…, global_batch_size=16, budget="(\S+)"\)', notes)
     assert budget is not None
     assert parse_bytes(budget[1]) < GIB
