@@ -510,7 +510,7 @@ class _Seen:
         ]
 
     def _around(self, before: str | None, behind: str | None) -> str:
-        """The module of a node without parameters: the repeated block that it ends, or that around both sides."""
+        """The module of a node without parameters: the repeated block that it ends, or what is around it."""
         if before is None or behind is None:
             return ""
         common = _common(before, behind)
