@@ -9,6 +9,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -534,6 +535,66 @@ def test_results_that_a_list_keeps_are_to_be_numbers_or_on_the_host() -> None:
     (found,) = (each for each in findings(watched(step)) if each.check == "history-kept")
     assert ".detach().cpu()" in found.change
     assert kept
+
+
+class Later:
+    """Has a tensor for later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def read(self) -> Tensor:
+        return self.value
+
+
+def in_a_cell(value: Tensor) -> Callable[[], Tensor]:
+    return lambda: value
+
+
+KEEPING: dict[str, Callable[[Tensor], Any]] = {
+    "default": lambda loss: lambda value=loss: value,
+    "keyword default": lambda loss: lambda *, value=loss: value,
+    "cell": in_a_cell,
+    "partial": lambda loss: partial(print, loss),
+    "named argument of a partial": lambda loss: partial(print, end=[loss]),
+    "method of an object": lambda loss: Later(loss).read,
+    "method of a tensor": lambda loss: loss.item,
+    "function in a function": lambda loss: partial(in_a_cell(loss)),
+}
+"""Functions that keep a loss, by how."""
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("how", KEEPING)
+def test_what_functions_in_a_list_keep_is_found(how: str, *, keeps: bool) -> None:
+    model, x, kept = net(), torch.randn(256, WIDTH), list[Callable[[], object]]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        kept.append(KEEPING[how](loss if keeps else loss.detach()))
+
+    assert checks_of(watched(step)) == ["history-kept"] * keeps
+    assert kept
+
+
+def test_functions_that_share_a_tensor_or_a_list_with_a_name_hold_no_more_of_it() -> None:
+    model, x = net(), torch.randn(256, WIDTH)
+    seen, calls = list[Tensor](), list[Callable[[], object]]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.randn(256, WIDTH))
+        calls.extend([lambda: (x, seen, calls), x.sum, optimizer.step, model.forward])
+
+    (found,) = findings(watched(step))
+    assert (found.check, found.what.partition(" ")[0]) == ("container-grows", "seen")
 
 
 def test_what_an_object_of_a_trainer_keeps_is_found() -> None:
