@@ -202,7 +202,7 @@ def _tensors(
 def _kept_by(value: Any, is_meant: Callable[[str], object]) -> Iterator[Any]:
     """What a function keeps: defaults, variables around it, arguments of a `partial`, the object of a method.
 
-    Of an object of a class in a file that is meant it is what its attributes hold; modules have their own names.
+    Of an object of a class in a file that is meant it is what its attributes hold; modules have own names.
     """
     kind = type(value)
     if kind is FunctionType:
