@@ -195,8 +195,8 @@ class Watch:
         """Whether the next training forward is the first after a step."""
         self._flags: dict[str, None] = {}
         self._shapes: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
-        self._without_gradient: dict[str, int] = {}
-        """In how many steps an optimizer finds no gradient, by name of the parameter."""
+        self._without_gradient: dict[int, tuple[str, int]] = {}
+        """Names of parameters, and in how many steps an optimizer finds no gradient, by id."""
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -296,7 +296,7 @@ class Watch:
         evaluation = self._first_evaluation
         usual = median(seconds for seconds, _ in self._after) if self._after else None
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
-        never = [name for name, count in self._without_gradient.items() if count == steps > 1]
+        never = [name for name, count in self._without_gradient.values() if count == steps > 1]
         unused = {
             op for each in (self._evaluations, self._often_unused) for line in each.values() for op in line.ops
         }
@@ -587,8 +587,8 @@ class Watch:
         self._mark_gradients(parameters, names)  # of a closure that the step has called
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
-                name = names[id(parameter)]
-                self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
+                _, count = self._without_gradient.get(id(parameter), ("", 0))
+                self._without_gradient[id(parameter)] = names[id(parameter)], count + 1
         self._mark_state(optimizer, names)
         self._stepped.add(id(optimizer))
         if self._stepped >= {*self._optimizers.keys()}:

@@ -27,7 +27,7 @@ from brimful.doctor.findings import findings
 from brimful.torch_utils.graphs import grad_fn_of, scaling_of
 from brimful.torch_utils.held_names import held_by_names
 from brimful.torch_utils.lines import shown_file
-from brimful.trace import Phase
+from brimful.trace import Category, Phase
 
 WIDTH = 32
 
@@ -478,7 +478,7 @@ def test_what_a_model_without_submodules_holds_is_listed_beside_other_models() -
         optimizer.zero_grad()
 
     text = watched_text(watched(step)).partition("by module")[2]
-    assert "the model itself, outside of submodules (LSTM)" in text
+    assert "model (LSTM)" in text
 
 
 def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
@@ -502,8 +502,34 @@ def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
 
     evidence = watched(step)
     paths = {path.partition(".")[0] for path, _ in evidence.trace.module_classes}
-    assert paths == {"", "0", "1", "2", "teacher", "critic"}
+    assert paths == {"student", "teacher", "critic"}
     assert [*evidence.untrained_bytes] == ["teacher"]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_first_of_several_models_is_named_too_though_the_others_come_later(others: int) -> None:
+    generator = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    critic, loss_of = nn.Linear(4, 1), nn.MSELoss()
+    optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()], 1e-3)
+
+    def step(index: int) -> None:
+        made = generator(torch.randn(8, WIDTH))
+        if others and index:
+            critic(made).mean().backward()
+        else:
+            loss_of(made, torch.zeros(8, 4)).backward()
+        optimizer.step()
+
+    trace = watched(step).trace
+    prefix = "generator." if others else ""
+    modules = {op.module for op in trace.ops if op.name == "aten.native_batch_norm.default"}
+    assert modules == {f"{prefix}1"}
+    labels = {(each.category, each.label) for each in trace.storages}
+    for name in ("0.weight", "2.bias"):
+        assert (Category.GRADIENTS, f"{prefix}{name}") in labels
+        assert (Category.OPTIMIZER_STATE, f'{prefix}{name} ["exp_avg"]') in labels
+        assert not others or (Category.GRADIENTS, name) not in labels
+    assert ("critic" in dict(trace.module_classes)) == bool(others)
 
 
 def test_a_model_that_steps_less_often_is_trained() -> None:
