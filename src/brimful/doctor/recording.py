@@ -45,6 +45,7 @@ from brimful.torch_utils.held_names import variable_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
+from brimful.trace.ddp import BUCKET
 
 _DIVISIONS = frozenset(
     {
@@ -59,6 +60,9 @@ _DIVISIONS = frozenset(
 
 _OF_PARAMETERS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
 """Categories of blocks that have the name of a parameter."""
+_DDP = "torch.nn.parallel.distributed"
+"""Functions of this module call the reducer, which makes the buckets as empty tensors."""
+_DISPATCHING = (__name__, "torch.utils._python_dispatch")
 _MOST_OPS = 300_000
 """Ops that are recorded. A choice: 200 MB of records, and a hundred steps of a large model."""
 
@@ -261,7 +265,9 @@ class WatchedOps(TorchDispatchMode):
         """Set what a tensor on the watched device holds, and its name."""
         for part in inner_tensors(own_part(tensor)):
             if self._is_followed(part) and not calls_ops_on_parts(type(part)):
-                self.ledger.mark(part, category, label)
+                index = self.ledger.live.get(storage_key(part) or 0)
+                is_bucket = index is not None and self.ledger.blocks[index].label == BUCKET
+                self.ledger.mark(part, category, BUCKET if is_bucket else label)
 
     def mark_unseen(self) -> None:
         """Count the tensors that were made while ops were not recorded, and are still there."""
@@ -390,6 +396,9 @@ class WatchedOps(TorchDispatchMode):
         for tensor in outputs:
             if self._is_followed(tensor):
                 self.ledger.track(tensor, info.name, op)
+                is_empty = func is torch.ops.aten.empty.memory_format
+                if is_empty and tensor.is_floating_point() and _is_called_by(_DDP):
+                    self.ledger.mark(tensor, Category.OTHER_TENSORS, BUCKET)
 
     def _made_by(self, tensor: Tensor) -> int | None:
         """Index of the op that made a tensor's memory; None if none did."""
@@ -435,6 +444,14 @@ class WatchedOps(TorchDispatchMode):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _is_called_by(module: str) -> bool:
+    """Whether the innermost function outside of this module and of torch's dispatch is one of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def _is_of_scaler() -> bool:

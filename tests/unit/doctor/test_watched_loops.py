@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import brimful as bf
@@ -164,6 +165,32 @@ def test_sharded_models_have_their_categories_and_no_false_finding() -> None:
     categories = watched_document(evidence)["categories"]
     assert categories["parameters"] >= size_bytes
     assert categories["optimizer_state"] >= 2 * size_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("as_views", [False, True])
+def test_buckets_of_ddp_are_no_saved_tensors_which_smaller_micro_batches_would_halve(*, as_views: bool) -> None:
+    def seen(wrap: Callable[[nn.Module], nn.Module]) -> Evidence:
+        model, x = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 16)), torch.randn(256, 512)
+        called = wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+        def step(_index: int) -> None:
+            optimizer.zero_grad()
+            called(x).square().mean().backward()
+            optimizer.step()
+
+        return watched(step)
+
+    alone, of_rank = seen(lambda model: model), seen(lambda model: DDP(model, gradient_as_bucket_view=as_views))
+    size_bytes = 4 * (512 * 1024 + 1024 + 1024 * 16 + 16)
+    buckets = {each.category for each in of_rank.trace.storages if each.label == "DDP bucket"}
+    assert buckets == {Category.GRADIENTS if as_views else Category.OTHER_TENSORS}
+    before, after = watched_document(alone)["categories"], watched_document(of_rank)["categories"]
+    assert after["saved_tensors"] == before["saved_tensors"]
+    assert after["gradients"] == size_bytes
+    assert after["other_tensors"] == before["other_tensors"] + (0 if as_views else size_bytes)
+    assert checks_of(of_rank) == []
 
 
 def test_a_scaler_reads_what_no_line_of_the_script_reads() -> None:
