@@ -24,7 +24,7 @@ def watched_rows(
     watching_seconds: float | None,
     notes: Iterable[str],
 ) -> Iterator[Part]:
-    """What is known of recorded `steps`; `failed` has the op, the line and the bytes of what found no memory."""
+    """What is known of the steps; `failed` has the op, the line and the bytes of what found no memory."""
     if failed is not None:
         yield asked_row(failed.op, failed.line, failed.requested_bytes, "out of memory")
     if measured_peak_bytes is not None:
