@@ -309,10 +309,14 @@ class Evidence:
 
     @property
     def watching_seconds(self) -> float | None:
-        """Time that recording and profiling added to the steps, the first not counted; None if not known."""
+        """Time that recording and profiling added to the steps, the first not measured.
+
+        Each counts where its steps are slower than every unwatched one; None if neither is, or if not known.
+        """
         recorded = [each.seconds for each in self.steps if each.seconds is not None]
         if not (recorded and self.seconds_after):
             return None
-        plain = median(self.seconds_after)
-        of_profile = max((self.profiled_seconds or 0.0) - plain, 0.0)
-        return max(median_low(recorded) - plain, 0.0) * len(self.steps) + of_profile
+        plain, slowest = median(self.seconds_after), max(self.seconds_after)
+        watched = (median_low(recorded), len(self.steps)), (self.profiled_seconds or 0.0, 1)
+        added = [(seconds - plain) * count for seconds, count in watched if seconds > slowest]
+        return sum(added) if added else None

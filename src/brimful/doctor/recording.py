@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,6 +45,7 @@ from brimful.torch_utils.held_names import variable_of
 from brimful.torch_utils.lines import calling_line
 from brimful.torch_utils.wrapper_tensors import calls_ops_on_parts, inner_tensors
 from brimful.trace import Category, Phase
+from brimful.trace.ddp import BUCKET
 
 _DIVISIONS = frozenset(
     {
@@ -56,6 +58,11 @@ _DIVISIONS = frozenset(
 """Ops that divide tensors in place."""
 
 
+_OF_PARAMETERS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+"""Categories of blocks that have the name of a parameter."""
+_DDP = "torch.nn.parallel.distributed"
+"""Functions of this module call the reducer, which makes the buckets as empty tensors."""
+_DISPATCHING = (__name__, "torch.utils._python_dispatch")
 _MOST_OPS = 300_000
 """Ops that are recorded. A choice: 200 MB of records, and a hundred steps of a large model."""
 
@@ -63,8 +70,9 @@ _MOST_OPS = 300_000
 class CalledModules(ModuleCalls):
     """Follows the module calls of all models, each of which is named when it is called for the first time.
 
-    The paths of the first model have no prefix, those of others begin with the variables that hold them, or
-    else with their classes. `on_call` is called with each model before it runs, `on_return` after it did.
+    The paths of one model have no prefix. Where others that share no parameters with it are called too, the
+    paths of each begin with the variable that holds it, or else with its class. `on_call` is called with each
+    model before it runs, `on_return` after it did.
     """
 
     def __init__(self, mode: TorchDispatchMode) -> None:
@@ -72,6 +80,8 @@ class CalledModules(ModuleCalls):
         self._mode = mode
         self.on_call: Callable[[nn.Module], None] = lambda _model: None
         self.on_return: Callable[[nn.Module, Any], None] = lambda _model, _inputs: None
+        self.on_rename: Callable[[nn.Module, str, dict[str, str]], None] = lambda _model, _prefix, _paths: None
+        """Called with the first model once it gets a prefix, and its new paths by those before."""
         self.on_error: Callable[[Exception], None] = _raise
         """Called with an error of naming modules: those of the run are its own."""
         self.is_paused = False
@@ -80,6 +90,8 @@ class CalledModules(ModuleCalls):
         self.batch_norms: dict[str, None] = {}
         """Paths of the BatchNorm modules that ran in training mode."""
         self._models: dict[str, weakref.ref[nn.Module]] = {}
+        self._first_name = ""
+        """The prefix that the paths of the first model get if there are others."""
 
     def alive(self) -> list[tuple[str, nn.Module]]:
         """The models that were called and are there, each with the prefix of its paths."""
@@ -114,13 +126,39 @@ class CalledModules(ModuleCalls):
         if not self._stack:
             known = self._models.get(self._names.get(id(module), "?"))
             if id(module) not in self._names or (known is not None and known() is not module):
-                prefix = self.name_of(module) if self.called else ""
-                while prefix in self._models:
-                    prefix += "'"
+                prefix = self.name_of(module)
+                if not self.called:
+                    self._first_name, prefix = prefix, ""
+                self._prefix_first_beside(module)
+                prefix = self._unused(prefix)
                 self.called.append(type(module).__name__)
                 self._models[prefix] = weakref.ref(module)
                 self.add(module, prefix)
             self.on_call(module)
+
+    def _unused(self, prefix: str) -> str:
+        while prefix in self._models:
+            prefix += "'"
+        return prefix
+
+    def _prefix_first_beside(self, other: nn.Module) -> None:
+        """Give the paths of the first model their prefix, where another one is called."""
+        first = self._models[""]() if "" in self._models else None
+        if first is None:
+            return
+        own, others = ({id(each) for each in model.parameters()} for model in (first, other))
+        if not (own and others and own.isdisjoint(others)):
+            return
+        prefix = self._unused(self._first_name)
+        self._models = {name or prefix: model for name, model in self._models.items()}
+        before = {id(each): self._names[id(each)] for each in first.modules() if id(each) in self._names}
+        self.add(first, prefix)
+        paths = {path: self._names[key] for key, path in before.items()}
+        self._called = {paths.get(path, path): None for path in self._called}
+        self._owners = [paths.get(path, path) for path in self._owners]
+        self._last_backward = paths.get(self._last_backward, self._last_backward)
+        self.batch_norms = {paths.get(path, path): None for path in self.batch_norms}
+        self.on_rename(first, prefix, paths)
 
     def _leave(self, module: nn.Module, inputs: Any) -> None:
         super()._leave(module, inputs)
@@ -139,6 +177,7 @@ class WatchedOps(TorchDispatchMode):
         super().__init__()
         self.device_type, self._process = device_type, os.getpid()
         self.modules, self.facts = CalledModules(self), StepFacts()
+        self.modules.on_rename = self._rename
         self.position = StepPosition(host_is_device=device_type == "cpu")
         self.log = OpLog(self.modules, self.position, located_bytes=0)
         self.ledger = StorageLedger(self.log.ops, self.facts)
@@ -188,6 +227,14 @@ class WatchedOps(TorchDispatchMode):
         self.nodes.clear()
         self.last_reads.clear()
 
+    def _rename(self, model: nn.Module, prefix: str, paths: dict[str, str]) -> None:
+        """Give what is recorded of a model the names that it has from now on."""
+        ops, names = self.log.ops, {name for name, _ in model.named_parameters()}
+        ops[:] = [structs.replace(op, module=paths.get(op.module, op.module)) for op in ops]
+        for block in self.ledger.blocks:
+            if block.category in _OF_PARAMETERS and block.label.partition(" ")[0] in names:
+                block.label = f"{prefix}.{block.label}"
+
     def forget_failure(self) -> None:
         """Note that the run went on after memory ran out."""
         if self.failed is not None:
@@ -218,7 +265,9 @@ class WatchedOps(TorchDispatchMode):
         """Set what a tensor on the watched device holds, and its name."""
         for part in inner_tensors(own_part(tensor)):
             if self._is_followed(part) and not calls_ops_on_parts(type(part)):
-                self.ledger.mark(part, category, label)
+                index = self.ledger.live.get(storage_key(part) or 0)
+                is_bucket = index is not None and self.ledger.blocks[index].label == BUCKET
+                self.ledger.mark(part, category, BUCKET if is_bucket else label)
 
     def mark_unseen(self) -> None:
         """Count the tensors that were made while ops were not recorded, and are still there."""
@@ -347,6 +396,9 @@ class WatchedOps(TorchDispatchMode):
         for tensor in outputs:
             if self._is_followed(tensor):
                 self.ledger.track(tensor, info.name, op)
+                is_empty = func is torch.ops.aten.empty.memory_format
+                if is_empty and tensor.is_floating_point() and _is_called_by(_DDP):
+                    self.ledger.mark(tensor, Category.OTHER_TENSORS, BUCKET)
 
     def _made_by(self, tensor: Tensor) -> int | None:
         """Index of the op that made a tensor's memory; None if none did."""
@@ -392,6 +444,14 @@ class WatchedOps(TorchDispatchMode):
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _is_called_by(module: str) -> bool:
+    """Whether the innermost function outside of this module and of torch's dispatch is one of a module."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def _is_of_scaler() -> bool:

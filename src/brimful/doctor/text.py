@@ -79,6 +79,7 @@ def _parts(evidence: Evidence, memory: MemoryPrediction) -> Iterator[Part]:
     held = _held(memory, evidence.failed)
     yield Row("peak", f"{format_bytes(held.peak_allocated_bytes)} in tensors, in step {memory.peak_step + 1}")
     yield from watched_rows(
+        steps=len(evidence.steps),
         failed=evidence.failed,
         measured_peak_bytes=evidence.measured_peak_bytes,
         growth_bytes=evidence.growth_bytes,

@@ -149,8 +149,10 @@ class Watch:
         self._first_evaluation: FirstEvaluation | None = None
         self._optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         """Those that have stepped."""
+        self._made: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """Those that are there."""
         self._optimized: set[int] = set()
-        """Parameters of all optimizers, by id."""
+        """Parameters of those that step or are there when a step ends, by id: those may step more seldom."""
         self._timed_optimizer = 0
         self._with_squares: set[str] = set()
         """Classes of the optimizers whose state has running means of squares, as Adam's; AMSGrad has more."""
@@ -193,8 +195,8 @@ class Watch:
         """Whether the next training forward is the first after a step."""
         self._flags: dict[str, None] = {}
         self._shapes: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
-        self._without_gradient: dict[str, int] = {}
-        """In how many steps an optimizer finds no gradient, by name of the parameter."""
+        self._without_gradient: dict[int, tuple[str, int]] = {}
+        """Names of parameters, and in how many steps an optimizer finds no gradient, by id."""
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
@@ -202,9 +204,7 @@ class Watch:
         ops.modules.on_call, ops.modules.on_return = self._before_call, self._after_call
         ops.on_error = ops.modules.on_error = self.end_by
         ops.on_full, ops.on_failure = self._stop_when_full, self._mark_states
-        self._optimized |= _ids_of_parameters(
-            each for each in gc.get_objects() if issubclass(type(each), Optimizer)
-        )
+        self._made.update((id(each), each) for each in gc.get_objects() if issubclass(type(each), Optimizer))
         hooks.enter_context(deep_stack())  # Python sees the nodes that it records
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -296,7 +296,7 @@ class Watch:
         evaluation = self._first_evaluation
         usual = median(seconds for seconds, _ in self._after) if self._after else None
         line = max(self._waited_at, key=lambda line: self._waited_at[line], default="")
-        never = [name for name, count in self._without_gradient.items() if count == steps > 1]
+        never = [name for name, count in self._without_gradient.values() if count == steps > 1]
         unused = {
             op for each in (self._evaluations, self._often_unused) for line in each.values() for op in line.ops
         }
@@ -551,7 +551,7 @@ class Watch:
 
         def noted(optimizer: Optimizer, *args: Any, **named: Any) -> None:
             add(optimizer, *args, **named)
-            self._optimized |= _ids_of_parameters([optimizer])
+            self._made[id(optimizer)] = optimizer
 
         return replaced(Optimizer, "add_param_group", noted)
 
@@ -564,6 +564,7 @@ class Watch:
         if len(self._ends) == 1 and id(optimizer) not in self._optimizers:
             self._join_first_steps()
         self._optimizers[id(optimizer)] = optimizer
+        self._optimized |= _ids_of_parameters([optimizer])
         ops.begin()
         self._end_evaluation()
         names, parameters = self._names, parameters_of(optimizer)
@@ -586,8 +587,8 @@ class Watch:
         self._mark_gradients(parameters, names)  # of a closure that the step has called
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None and id(parameter) in names:
-                name = names[id(parameter)]
-                self._without_gradient[name] = self._without_gradient.get(name, 0) + 1
+                _, count = self._without_gradient.get(id(parameter), ("", 0))
+                self._without_gradient[id(parameter)] = names[id(parameter)], count + 1
         self._mark_state(optimizer, names)
         self._stepped.add(id(optimizer))
         if self._stepped >= {*self._optimizers.keys()}:
@@ -623,6 +624,7 @@ class Watch:
             )
         )
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
+        self._optimized |= _ids_of_parameters(self._made.values())
         self._note_not_optimized(self._note_graphs())
         flags = {
             "anomaly": torch.is_anomaly_enabled() and not lines_are_recorded(),
@@ -706,20 +708,19 @@ class Watch:
         stepped = _ids_of_parameters(self._optimizers.values())
         if not stepped & self._names.keys():  # master weights are stepped in the place of the model's
             return
-        known = stepped | self._optimized
         gradients = {
             id(parameter): (".".join(filter(None, (prefix, name))), parameter.grad.nbytes)
             for prefix, model in self._ops.modules.alive()
             for name, parameter in model.named_parameters()
             if parameter.grad is not None
             and parameter.grad.layout is torch.strided
-            and id(parameter) not in known
+            and id(parameter) not in self._optimized
         }
         self._not_optimized_models.clear()
         in_models = set[int]()
         for each in used:
             own = each.parameters & gradients.keys()
-            if own and each.model in self._models_in_steps and each.parameters.isdisjoint(known):
+            if own and each.model in self._models_in_steps and each.parameters.isdisjoint(self._optimized):
                 first = each, _Forwards(), sum(gradients[key][1] for key in own)
                 _, found, _ = self._not_optimized_models.setdefault(each.model, first)
                 found.ops.update(() if each.has_inputs_with_graph else each.ops)

@@ -13,6 +13,7 @@ from brimful.utils.quantities import format_bytes, format_seconds
 
 def watched_rows(
     *,
+    steps: int,
     failed: Any | None,
     measured_peak_bytes: int | None,
     growth_bytes: int | None,
@@ -40,6 +41,8 @@ def watched_rows(
         yield Row("launches", f"{launches:,} kernels a step; {waits}")
     if watching_seconds is not None:
         yield Row("watching", f"added {format_seconds(watching_seconds)} to these steps")
+    elif step_seconds is not None and steps > 1:
+        yield Row("watching", "added less to a step than unwatched steps differ by")
     yield from (Remark("note", each) for each in notes)
 
 

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from traceback import walk_tb
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -68,19 +68,23 @@ def tensors_of_names(
 
     They are those of code in files that are meant, and of the user's modules.
     """
-    found, values = set[str](), set[int]()
+    names = list[tuple[str, CodeType, Any, str]]()
     while frame is not None:
         file = frame.f_code.co_filename
         if is_meant(file):
             names_of_module = frame.f_globals if is_users_own(file) else {}
             for name, value in (*locals_of(frame).items(), *names_of_module.items()):
                 for shown, held, written in _of_name(name, value, is_meant):
-                    is_new = shown not in found and id(held) not in values
-                    if is_new and (tensors := _tensors(held, own)):
-                        found.add(shown)
-                        values.add(id(held))
-                        yield shown, _line(frame.f_code, written), held, tensors
+                    names.append((shown, frame.f_code, held, written))
         frame = frame.f_back
+    named = {id(held) for _, _, held, _ in names if not issubclass(type(held), Tensor)}
+    found, values = set[str](), set[int]()
+    for shown, code, held, written in names:
+        is_new = shown not in found and id(held) not in values
+        if is_new and (tensors := _tensors(held, own, named, is_meant)):
+            found.add(shown)
+            values.add(id(held))
+            yield shown, _line(code, written), held, tensors
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
@@ -146,7 +150,7 @@ def _of_name(
             with suppress(ValueError):  # a variable that has no value yet
                 if _is_container(cell.cell_contents):
                     yield inner, cell.cell_contents, inner
-    elif levels and is_meant(getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""):
+    elif levels and is_meant(_file_of_class(value)):
         for attribute, inner in [*getattr(value, "__dict__", {}).items()]:
             yield from _of_name(f"{name}.{attribute}", inner, is_meant, levels - 1)
 
@@ -158,18 +162,25 @@ def _attributes(path: str, value: nn.Module, written: str) -> Iterator[tuple[str
             yield f"{path}.{attribute}", inner, f"{written}.{attribute}"
 
 
+def _file_of_class(value: Any) -> str:
+    return getattr(sys.modules.get(type(value).__module__), "__file__", None) or ""
+
+
 def _is_container(value: Any) -> bool:
     """Whether a value is a tensor or may hold ever more of them."""
     is_bounded = issubclass(type(value), deque) and value.maxlen is not None
     return issubclass(type(value), Tensor | list | tuple | dict | deque | BaseException) and not is_bounded
 
 
-def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
+def _tensors(
+    value: Any, own: Collection[int], named: Collection[int], is_meant: Callable[[str], object]
+) -> list[Tensor]:
     """The dense tensors in a value and in what is inside it, but for parameters and storages `own`.
 
-    An exception has the variables of the functions that it passed through.
+    An exception has the variables of the functions that it passed through; a function has what it keeps, but
+    for containers that have a name of their own, whose ids are `named`.
     """
-    left, seen, found = [value], 0, []
+    left, seen, kept, found = [value], 0, set[int](), []
     while left and seen < _MOST_ENTRIES:
         entry, seen = left.pop(), seen + 1
         if issubclass(type(entry), Tensor):  # a proxy may claim another class
@@ -181,7 +192,36 @@ def _tensors(value: Any, own: Collection[int]) -> list[Tensor]:
             left += islice(entry, _MOST_ENTRIES)
         elif issubclass(type(entry), BaseException):
             left += [value for frame, _ in walk_tb(entry.__traceback__) for value in locals_of(frame).values()]
+        else:
+            inner = {id(each): each for each in _kept_by(entry, is_meant) if id(each) not in named}
+            left += [each for key, each in inner.items() if key not in kept]
+            kept |= inner.keys()
     return [each for each in found if (key := storage_key(each)) is not None and key not in own]
+
+
+def _kept_by(value: Any, is_meant: Callable[[str], object]) -> Iterator[Any]:
+    """What a function keeps: defaults, variables around it, arguments of a `partial`, the object of a method.
+
+    Of an object of a class in a file that is meant it is what its attributes hold; modules have own names.
+    """
+    kind = type(value)
+    if kind is FunctionType:
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # a variable that has no value yet
+                yield cell.cell_contents
+    elif issubclass(kind, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif kind is BuiltinMethodType and issubclass(type(value.__self__), Tensor):
+        yield value.__self__
+    elif kind is MethodType:
+        yield value.__func__
+        owner = value.__self__
+        if issubclass(type(owner), Tensor):
+            yield owner
+        elif not issubclass(type(owner), nn.Module) and is_meant(_file_of_class(owner)):
+            yield from [*getattr(owner, "__dict__", {}).values()]
 
 
 def _holding(

@@ -627,6 +627,19 @@ def test_a_frozen_backbone_that_is_not_frozen_gets_gradients_that_no_optimizer_u
     assert seen_in(run, faulty=False) == ()
 
 
+@pytest.mark.parametrize("faulty", [True, False])
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_an_optimizer_that_another_has_replaced_uses_no_gradients(is_made_before: bool, faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model) if is_made_before else None
+    with Watch() as watch:
+        optimizer = optimizer or sgd(model)
+        optimizer = sgd(model.head if faulty else model)
+        for x, y in data():
+            step(model, optimizer, x, y)
+    assert [each.check for each in findings(watch.evidence())] == ["not-optimized"] * faulty
+
+
 def test_bytes_of_a_frozen_part_are_those_of_its_saved_tensors() -> None:
     (found,) = seen_in(frozen, faulty=True)
     assert found.size_bytes == 4 * 256 * 4 * WIDTH * 4  # what each GELU saves

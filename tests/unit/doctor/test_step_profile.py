@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,32 @@ def test_steps_beside_other_work_have_a_note(fraction: float | None, monkeypatch
     with Watch() as watch:
         train(nn.Linear(16, 16), torch.randn(16, 16), 8)
     assert ("waited for one 34% of the time" in watched_text(watch.evidence())) == (fraction == 0.34)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "profiled", "added"),
+    [
+        ((None, 15.0, 16.0), 14.0, 3 * 5.0 + 4.0),
+        ((None, 12.0, 16.0), 14.0, 4.0),
+        ((None, 15.0, 99.0), 13.0, 3 * 5.0),
+        ((None, 9.0, 16.0), 13.0, None),
+        ((None, 13.0, 13.0), 8.0, None),
+    ],
+)
+def test_what_watching_added_is_measured_only_beyond_the_spread_of_steps(
+    recorded: tuple[float | None, ...], profiled: float, added: float | None
+) -> None:
+    with Watch() as watch:
+        train(nn.Linear(16, 16), torch.randn(16, 16), 8)
+    seen = watch.evidence()
+    ends = tuple(replace(end, seconds=each) for end, each in zip(seen.steps, recorded, strict=True))
+    seen = replace(seen, steps=ends, profiled_seconds=profiled, seconds_after=(9.0, 10.0, 13.0))
+    assert watched_document(seen)["watching_seconds"] == added
+    row = "added less to a step than unwatched steps differ by" if added is None else f"added {added:.3g} s to"
+    assert f"watching        {row}" in watched_text(seen)
+    seen = replace(seen, seconds_after=())
+    assert watched_document(seen)["watching_seconds"] is None
+    assert "watching" not in watched_text(seen)
 
 
 def test_a_run_that_ends_while_it_is_profiled_leaves_no_profiler() -> None:

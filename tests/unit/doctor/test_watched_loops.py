@@ -9,6 +9,7 @@ import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import brimful as bf
@@ -26,7 +28,7 @@ from brimful.doctor.findings import findings
 from brimful.torch_utils.graphs import grad_fn_of, scaling_of
 from brimful.torch_utils.held_names import held_by_names
 from brimful.torch_utils.lines import shown_file
-from brimful.trace import Phase
+from brimful.trace import Category, Phase
 
 WIDTH = 32
 
@@ -163,6 +165,32 @@ def test_sharded_models_have_their_categories_and_no_false_finding() -> None:
     categories = watched_document(evidence)["categories"]
     assert categories["parameters"] >= size_bytes
     assert categories["optimizer_state"] >= 2 * size_bytes
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("as_views", [False, True])
+def test_buckets_of_ddp_are_no_saved_tensors_which_smaller_micro_batches_would_halve(*, as_views: bool) -> None:
+    def seen(wrap: Callable[[nn.Module], nn.Module]) -> Evidence:
+        model, x = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 16)), torch.randn(256, 512)
+        called = wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+        def step(_index: int) -> None:
+            optimizer.zero_grad()
+            called(x).square().mean().backward()
+            optimizer.step()
+
+        return watched(step)
+
+    alone, of_rank = seen(lambda model: model), seen(lambda model: DDP(model, gradient_as_bucket_view=as_views))
+    size_bytes = 4 * (512 * 1024 + 1024 + 1024 * 16 + 16)
+    buckets = {each.category for each in of_rank.trace.storages if each.label == "DDP bucket"}
+    assert buckets == {Category.GRADIENTS if as_views else Category.OTHER_TENSORS}
+    before, after = watched_document(alone)["categories"], watched_document(of_rank)["categories"]
+    assert after["saved_tensors"] == before["saved_tensors"]
+    assert after["gradients"] == size_bytes
+    assert after["other_tensors"] == before["other_tensors"] + (0 if as_views else size_bytes)
+    assert checks_of(of_rank) == []
 
 
 def test_a_scaler_reads_what_no_line_of_the_script_reads() -> None:
@@ -477,7 +505,7 @@ def test_what_a_model_without_submodules_holds_is_listed_beside_other_models() -
         optimizer.zero_grad()
 
     text = watched_text(watched(step)).partition("by module")[2]
-    assert "the model itself, outside of submodules (LSTM)" in text
+    assert "model (LSTM)" in text
 
 
 def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
@@ -501,8 +529,34 @@ def test_further_models_are_named_by_the_variables_that_hold_them() -> None:
 
     evidence = watched(step)
     paths = {path.partition(".")[0] for path, _ in evidence.trace.module_classes}
-    assert paths == {"", "0", "1", "2", "teacher", "critic"}
+    assert paths == {"student", "teacher", "critic"}
     assert [*evidence.untrained_bytes] == ["teacher"]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_first_of_several_models_is_named_too_though_the_others_come_later(others: int) -> None:
+    generator = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    critic, loss_of = nn.Linear(4, 1), nn.MSELoss()
+    optimizer = torch.optim.AdamW([*generator.parameters(), *critic.parameters()], 1e-3)
+
+    def step(index: int) -> None:
+        made = generator(torch.randn(8, WIDTH))
+        if others and index:
+            critic(made).mean().backward()
+        else:
+            loss_of(made, torch.zeros(8, 4)).backward()
+        optimizer.step()
+
+    trace = watched(step).trace
+    prefix = "generator." if others else ""
+    modules = {op.module for op in trace.ops if op.name == "aten.native_batch_norm.default"}
+    assert modules == {f"{prefix}1"}
+    labels = {(each.category, each.label) for each in trace.storages}
+    for name in ("0.weight", "2.bias"):
+        assert (Category.GRADIENTS, f"{prefix}{name}") in labels
+        assert (Category.OPTIMIZER_STATE, f'{prefix}{name} ["exp_avg"]') in labels
+        assert not others or (Category.GRADIENTS, name) not in labels
+    assert ("critic" in dict(trace.module_classes)) == bool(others)
 
 
 def test_a_model_that_steps_less_often_is_trained() -> None:
@@ -534,6 +588,66 @@ def test_results_that_a_list_keeps_are_to_be_numbers_or_on_the_host() -> None:
     (found,) = (each for each in findings(watched(step)) if each.check == "history-kept")
     assert ".detach().cpu()" in found.change
     assert kept
+
+
+class Later:
+    """Has a tensor for later."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+    def read(self) -> Tensor:
+        return self.value
+
+
+def in_a_cell(value: Tensor) -> Callable[[], Tensor]:
+    return lambda: value
+
+
+KEEPING: dict[str, Callable[[Tensor], Any]] = {
+    "default": lambda loss: lambda value=loss: value,
+    "keyword default": lambda loss: lambda *, value=loss: value,
+    "cell": in_a_cell,
+    "partial": lambda loss: partial(print, loss),
+    "named argument of a partial": lambda loss: partial(print, end=[loss]),
+    "method of an object": lambda loss: Later(loss).read,
+    "method of a tensor": lambda loss: loss.item,
+    "function in a function": lambda loss: partial(in_a_cell(loss)),
+}
+"""Functions that keep a loss, by how."""
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("how", KEEPING)
+def test_what_functions_in_a_list_keep_is_found(how: str, *, keeps: bool) -> None:
+    model, x, kept = net(), torch.randn(256, WIDTH), list[Callable[[], object]]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        kept.append(KEEPING[how](loss if keeps else loss.detach()))
+
+    assert checks_of(watched(step)) == ["history-kept"] * keeps
+    assert kept
+
+
+def test_functions_that_share_a_tensor_or_a_list_with_a_name_hold_no_more_of_it() -> None:
+    model, x = net(), torch.randn(256, WIDTH)
+    seen, calls = list[Tensor](), list[Callable[[], object]]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(_index: int) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        seen.append(torch.randn(256, WIDTH))
+        calls.extend([lambda: (x, seen, calls), x.sum, optimizer.step, model.forward])
+
+    (found,) = findings(watched(step))
+    assert (found.check, found.what.partition(" ")[0]) == ("container-grows", "seen")
 
 
 def test_what_an_object_of_a_trainer_keeps_is_found() -> None:

@@ -60,13 +60,16 @@ def to_storages(
 def to_events(blocks: Sequence[Block], events: Sequence[BlockEvent]) -> tuple[Event, ...]:
     """All allocations and releases, in order.
 
-    What lies outside of the model and stays to the end was there before the first op that reads it. Releases
+    What lies outside of the model, made by no op, and stays to the end was there before the first op. Releases
     that follow one another are put in the order of their storages: what is free afterwards is the same, and
     what torch releases in the order of addresses, as autocast its casts, differs from run to run.
     """
     freed = {event.block for event in events if not event.is_allocation}
-    outside = (index for index, block in enumerate(blocks) if block.category is Category.OTHER_TENSORS)
-    from_the_start = dict.fromkeys(index for index in outside if index not in freed)
+    from_the_start = dict.fromkeys(
+        index
+        for index, block in enumerate(blocks)
+        if block.category is Category.OTHER_TENSORS and block.op is None and index not in freed
+    )
     records = [Event(kind=EventKind.ALLOCATE, storage=block, op=-1) for block in from_the_start]
     others = (event for event in events if event.block not in from_the_start)
     for is_allocation, group in groupby(others, key=itemgetter(0)):

@@ -174,6 +174,7 @@ def _stake(finding: _Finding) -> str:
 
 def _peak(found: _WatchedFile) -> Iterator[Part]:
     yield from watched_rows(
+        steps=found.steps,
         failed=found.failed,
         measured_peak_bytes=found.measured_peak_bytes,
         growth_bytes=found.growth_bytes_per_step,
