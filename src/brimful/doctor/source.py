@@ -200,6 +200,14 @@ class Source:
                 found[node.name].append(node)
         return found
 
+    def classes(self, name: str) -> list[ast.ClassDef]:
+        """Classes of the script that have a name."""
+        return [each for each in self._definitions.get(name, ()) if isinstance(each, ast.ClassDef)]
+
+    def functions(self, name: str) -> list[Function]:
+        """Functions and methods of the script that have a name."""
+        return [each for each in self._definitions.get(name, ()) if isinstance(each, Function)]
+
     @cached_property
     def _names_without_graph(self) -> set[str]:
         """Last parts of the names that are used without graphs, and of those that functions so named use."""
@@ -210,7 +218,7 @@ class Source:
                 name = last_name(node) if isinstance(node, ast.Name | ast.Attribute) else ""
                 if name and name not in found:
                     found.add(name)
-                    left += (each for each in self._definitions.get(name, ()) if isinstance(each, Function))
+                    left += self.functions(name)
         return found
 
     # Bindings
@@ -236,7 +244,21 @@ class Source:
     def made_by(self, name: str, where: ast.AST) -> list[str]:
         """Full names of what is called to make the values of a name; "" for a value of another kind."""
         values = [each.value for each in self.bindings(name, where)]
-        return [self.full_name(each.func) if isinstance(each, ast.Call) else "" for each in values]
+        return [self._maker(each) for each in values]
+
+    def makers_of_called(self, call: ast.Call) -> list[str]:
+        """Full names of what is called to make what a call calls: `Loss()(out, y)`, or a name for `Loss()`."""
+        if isinstance(call.func, ast.Call):
+            return [self._maker(call.func)]
+        return self.made_by(name_of(call.func), call)
+
+    def _maker(self, value: ast.expr | None) -> str:
+        """The full name of what is called to make a value, which may be moved then: `Loss().to(device)`."""
+        while isinstance(value, ast.Call):
+            if called(value) not in ("cuda", "to") or not isinstance(value.func, ast.Attribute):
+                return self.full_name(value.func)
+            value = value.func.value
+        return ""
 
     # Training
 

@@ -172,12 +172,20 @@ def _added(node: ast.AST) -> tuple[str, ast.expr] | None:
     match node:
         case ast.AugAssign(op=ast.Add()):
             return _base_name(node.target), node.value
-        case ast.Assign(targets=[target], value=ast.BinOp(op=ast.Add(), left=left, right=right)):
-            if _base_name(target) and ast.unparse(left) == ast.unparse(target):
-                return _base_name(target), right
+        case ast.Assign(targets=[target], value=value):
+            name, new = _base_name(target), [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+            for each in new:  # "avg = loss if avg is None else 0.9 * avg + 0.1 * loss"
+                if isinstance(each, ast.BinOp) and _has_itself(each, target, name):
+                    return name, each
         case ast.Call(func=ast.Attribute(attr="append", value=held), args=[value]):
             return _base_name(held), value
     return None
+
+
+def _has_itself(value: ast.BinOp, target: ast.expr, name: str) -> bool:
+    """Whether what is assigned to a target has the target's own graph."""
+    is_read = any(ast.unparse(each) == ast.unparse(target) for each in ast.walk(value))
+    return is_read and has_graph_of(value, frozenset({name}))
 
 
 def _base_name(target: ast.expr) -> str:
@@ -639,59 +647,77 @@ def _is_mean(source: Source, value: ast.expr | None) -> bool:
         return False
     if source.full_name(value.func).startswith("torch.nn.functional."):
         return True
-    makers = source.made_by(name_of(value.func), value)
+    makers = source.makers_of_called(value)
     return bool(makers) and all(re.fullmatch(r"torch\.nn\.(\w+\.)*\w+Loss", each) for each in makers)
 
 
 @source_check
 def softmax_twice(source: Source) -> Iterator[Finding]:
-    """A softmax before cross entropy, which has its own."""
-    for call in source.calls:
-        makers = source.made_by(name_of(call.func), call) or [source.full_name(call.func)]
+    """A softmax before cross entropy, which has its own: each softmax once, where its result trains if it does."""
+    seen: set[ast.AST] = set()
+    for call in sorted(source.calls, key=lambda each: _is_in_evaluation(source, each)):
+        makers = source.makers_of_called(call) or [source.full_name(call.func)]
         if not call.args or not {*makers} <= {"torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"}:
             continue
-        if isinstance(call.func, ast.Name | ast.Attribute) and _is_softmax(source, call.args[0]):
-            yield known_fault("softmax-twice", source.line(call))
+        softmaxes = _softmaxes_of(source, call.args[0])
+        if softmaxes <= seen:
+            continue
+        seen |= softmaxes
+        fault = known_fault("softmax-twice", source.line(call))
+        if _is_in_evaluation(source, call):
+            what = "cross entropy takes logits and gets probabilities: this loss is that of other predictions"
+            fault = replace(fault, what=what, change="omit the softmax before cross entropy")
+        yield fault
 
 
-def _is_softmax(source: Source, value: ast.expr | None) -> bool:
-    """Whether all values that an expression can have come from a softmax."""
+def _is_in_evaluation(source: Source, call: ast.Call) -> bool:
+    loop = source.repeated_in(call)
+    return source.is_without_graph(call) or (loop is not None and _is_over_evaluation_data(loop))
+
+
+def _softmaxes_of(source: Source, value: ast.expr | None) -> frozenset[ast.AST]:
+    """The softmaxes that all values of an expression come from; none if one of them may not."""
     if isinstance(value, ast.Name):
-        bound = source.bindings(value.id, value)
-        return bool(bound) and all(
-            not isinstance(each.value, ast.Name) and _is_softmax(source, each.value) for each in bound
+        bound = [each.value for each in source.bindings(value.id, value)]
+        return _of_all(
+            frozenset() if isinstance(each, ast.Name) else _softmaxes_of(source, each) for each in bound
         )
     if not isinstance(value, ast.Call):
-        return False
+        return frozenset()
     if called(value) == "softmax" or source.full_name(value.func).endswith(".softmax"):
-        return True
+        return frozenset({value})
     makers = [each.value for each in source.bindings(name_of(value.func), value)]
-    return bool(makers) and all(_ends_in_softmax(source, each) for each in makers)
+    return _of_all(_last_softmaxes(source, each) for each in makers)
 
 
-def _ends_in_softmax(source: Source, model: ast.expr | None) -> bool:
-    """Whether an expression makes a model whose last layer is a softmax."""
+def _of_all(found: Iterable[frozenset[ast.AST]]) -> frozenset[ast.AST]:
+    """All of several sets; nothing if one is empty."""
+    sets = [*found]
+    return frozenset().union(*sets) if all(sets) else frozenset()
+
+
+def _last_softmaxes(source: Source, model: ast.expr | None) -> frozenset[ast.AST]:
+    """The softmaxes that are the last layer of the model which an expression makes."""
     if not isinstance(model, ast.Call):
-        return False
+        return frozenset()
     if called(model) in ("to", "cuda") and isinstance(model.func, ast.Attribute):
-        return _ends_in_softmax(source, model.func.value)
+        return _last_softmaxes(source, model.func.value)
     if called(model) in ("DataParallel", "DistributedDataParallel") and model.args:
-        return _ends_in_softmax(source, model.args[0])
+        return _last_softmaxes(source, model.args[0])
     if source.full_name(model.func) == "torch.nn.Softmax":
-        return True
+        return frozenset({model})
     if source.full_name(model.func) == "torch.nn.Sequential" and model.args:
-        return _ends_in_softmax(source, model.args[-1])
-    classes = [
-        each for each in source.nodes if isinstance(each, ast.ClassDef) and each.name == name_of(model.func)
-    ]
+        return _last_softmaxes(source, model.args[-1])
     forwards = [
         each
-        for found in classes
+        for found in source.classes(name_of(model.func))
         for each in found.body
         if isinstance(each, ast.FunctionDef) and each.name == "forward"
     ]
-    returns = [node for each in forwards for node in ast.walk(each) if isinstance(node, ast.Return)]
-    return len(forwards) == 1 and bool(returns) and all(_is_softmax(source, each.value) for each in returns)
+    if len(forwards) != 1:
+        return frozenset()
+    returns = [node for node in ast.walk(forwards[0]) if isinstance(node, ast.Return)]
+    return _of_all(_softmaxes_of(source, each.value) for each in returns)
 
 
 # Time, and how models are wrapped
@@ -767,8 +793,7 @@ def _reads_files(source: Source, dataset: ast.expr) -> bool:
             continue
         reads = [
             call
-            for node in source.nodes
-            if isinstance(node, ast.ClassDef) and node.name == name_of(value.func)
+            for node in source.classes(name_of(value.func))
             for method in node.body
             if isinstance(method, ast.FunctionDef) and method.name == "__getitem__"
             for call in ast.walk(method)
