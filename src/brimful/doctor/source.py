@@ -148,6 +148,26 @@ class Source:
                 break
         return self.loop_of(node)
 
+    def rounds_of(self, node: ast.AST, name: str, seen: frozenset[ast.AST] = frozenset()) -> set[Loop]:
+        """Loops that run a node again for the same value of a name, also by calls of the node's function."""
+        found: set[Loop] = {node} if isinstance(node, Loop) else set()
+        for each in self.ancestors(node):
+            if isinstance(each, Function):
+                break
+            if (isinstance(each, ast.If) and _may_be_last(each)) or (
+                isinstance(each, Loop) and self.bindings_in(name, each)
+            ):
+                return found
+            if isinstance(each, Loop):
+                found.add(each)
+        function = self.function_of(node)
+        if not isinstance(function, Function) or function in seen or (function, name) in self._bindings:
+            return found
+        for call in self.calls_of(function.name):
+            if self.functions(function.name) == [function] and _hands_on(call, function, name):
+                found |= self.rounds_of(call, name, seen | {function})
+        return found
+
     def is_in(self, node: ast.AST, outer: ast.AST) -> bool:
         """Whether a node is inside another."""
         return node is outer or outer in self.ancestors(node)
@@ -314,6 +334,24 @@ class Source:
         )
 
 
+def _may_be_last(condition: ast.If) -> bool:
+    """Whether what depends on a condition may run in the last round of a loop alone."""
+    ends = any(isinstance(each, ast.Break | ast.Return) for each in ast.walk(condition))
+    tests = [*ast.walk(condition.test)]
+    return ends or (
+        any(isinstance(each, ast.Eq) for each in tests) and not any(isinstance(each, ast.Mod) for each in tests)
+    )
+
+
+def _hands_on(call: ast.Call, function: Function, name: str) -> bool:
+    """Whether a name stands for the same value in a call's place and in the function that it calls."""
+    if name.startswith("self."):
+        return name_of(call.func) == f"self.{function.name}"
+    parameters = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    given = {name_of(each) for each in (*call.args, *(each.value for each in call.keywords))}
+    return name.partition(".")[0] not in parameters or name in given
+
+
 def name_of(expression: ast.AST | None) -> str:
     """A dotted name, such as "self.model"; "" for another expression."""
     if isinstance(expression, ast.Name):
@@ -378,8 +416,8 @@ def is_a_number(expression: ast.AST | None) -> bool:
 
 def losses_of(backward: ast.Call) -> set[str]:
     """The names of which a call of backward computes gradients."""
-    assert isinstance(backward.func, ast.Attribute)
-    return _names_in(backward.func.value) | {name for each in backward.args[:1] for name in _names_in(each)}
+    own = _names_in(backward.func.value) if isinstance(backward.func, ast.Attribute) else set()
+    return own | {name for each in backward.args[:1] for name in _names_in(each)}
 
 
 def _names_in(expression: ast.AST) -> set[str]:
