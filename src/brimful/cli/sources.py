@@ -33,7 +33,7 @@ def job_of(source: JobSource) -> Job:
 
 
 def missing_batch(source: JobSource, command: str, *asked: str) -> UsageError:
-    """The error of a command that lacks --global-batch-size. A model that is not known is an error before it."""
+    """The error of a command that lacks --global-batch-size. For a model that is not known, its error."""
     job_of(source)
     example = shlex.join(["brimful", command, source.name, *asked, "--global-batch-size", "32"])
     return UsageError(f"say --global-batch-size, the samples in an optimizer step. For example: {example}")
