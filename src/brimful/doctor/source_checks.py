@@ -356,8 +356,8 @@ _OF_TOKENS_OR_PIXELS = re.compile(
 @source_check
 def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
     """Training of a model below its `eval()`, or in a round after it, and nothing that calls `train()`."""
-    may_train = not all(_is_own_train(source, each) for each in source.calls_of("train"))
-    if may_train or _SETS_MODE.search(source.text):
+    changes = [each for each in source.calls if _TRAINS.fullmatch(called(each))]
+    if not all(_is_own_function(source, each) for each in changes) or _SETS_MODE.search(source.text):
         return
     for training in source.trainings:
         for model in sorted(source.models & _called_in(source, training)):
@@ -379,22 +379,31 @@ def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
 _SETS_MODE = re.compile(r"\.training\s*=[^=]")
 
 
-def _is_own_train(source: Source, call: ast.Call) -> bool:
-    """Whether a call of `train` is of a function or method that the script defines, not of a model's mode."""
+_TRAINS = re.compile(r"(set_|to_)?train(ing)?(_mode)?")
+
+
+def _is_own_function(source: Source, call: ast.Call) -> bool:
+    """Whether a call is of a function or method that the script defines, such as `train`, not of a model's."""
     if not isinstance(call.func, ast.Attribute):
-        return bool(source.functions("train"))
+        return bool(source.functions(called(call)))
     held = name_of(call.func.value)
     around = [each for each in source.ancestors(call) if isinstance(each, ast.ClassDef)]
     classes = [each for maker in source.made_by(held, call) for each in source.classes(maker)]
     found = around[:1] if held == "self" else classes
     return bool(found) and all(
-        any(getattr(method, "name", "") == "train" for method in each.body) for each in found
+        any(getattr(method, "name", "") == called(call) for method in each.body) for each in found
     )
 
 
 def _called_in(source: Source, training: Training) -> set[str]:
-    """Names of what a training loop calls."""
-    return {name_of(each.func) for each in source.calls if source.loop_of(each) is training.loop}
+    """Names of what a training loop calls for a result that has a graph."""
+    return {
+        name_of(each.func)
+        for each in source.calls
+        if source.loop_of(each) is training.loop
+        and not source.is_without_graph(each)
+        and last_name(source.parents[each]) != "detach"
+    }
 
 
 def _is_of(call: ast.Call, model: str) -> bool:

@@ -365,6 +365,7 @@ OTHER_MODES = [
     UNTRAINED.replace("    test()\n", "    if epoch == 2:\n        test()\n"),
     UNTRAINED.replace("    test()\n", "test()\n"),
     UNTRAINED.replace("    train()\n", "    model.train()\n    train()\n"),
+    UNTRAINED.replace("    train()\n", "    set_train_mode(model)\n    train()\n"),
     UNTRAINED.replace("    train()\n", "    model.training = True\n    train()\n"),
     UNTRAINED.replace("def test()", "def test(model)").replace("    test()", "    test(teacher)"),
     IN_METHODS.replace("        self.model.train()\n", "").replace("            self.test(batches)\n", ""),
@@ -380,6 +381,10 @@ OTHER_PARTS = [
         "def seen(self, x):\n        return self.backbone(x)",
     ),
     ONE_PART.replace("model(x)", "model.head(x)"),
+    ONE_PART.replace("model(x)", "model.head(model(x).detach())"),
+    ONE_PART.replace("    loss =", "    with torch.no_grad():\n        seen = model(x)\n    loss =").replace(
+        "cross_entropy(model(x)", "cross_entropy(model.head(seen)"
+    ),
 ]
 
 LEFT = TWO.replace("other.zero_grad()", "pass")
