@@ -448,6 +448,11 @@ def test_what_libraries_warn_of_at_import_is_not_shown(folder: Path) -> None:
         (["compare", "--study", "vgg"], 2, ["vgg16"]),
         (["compare", "mine:job", "--study", "vgg16"], 2, ["does not go with MODEL"]),
         (["compare"], 2, ["MODEL", "--study NAME"]),
+        (["compare", "gpt2"], 2, ["brimful compare gpt2 --global-batch-size 32"]),
+        (["plan", "gpt3"], 2, ["unknown model 'gpt3'. Nearest: gpt2"]),
+        (["plan", "gpt2"], 2, ["For example: brimful plan gpt2 --global-batch-size 32"]),
+        (["plan", "gpt3", "--largest", "sequence_length"], 2, ["unknown model 'gpt3'"]),
+        (["plan", "gpt2", "--largest", "sequence_length"], 2, ["--largest sequence_length --global-batch"]),
         (
             ["compare", "mine:job", "--global-batch-size", "8", "--device", "T4", "--measure"],
             2,

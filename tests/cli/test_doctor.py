@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,12 +127,35 @@ def test_a_job_is_checked_without_running_it(folder: Path) -> None:
         (("none.py",), "none.py cannot be read: No such file"),
         (("none.pickle",), "none.pickle cannot be read: No such file"),
         (("train.py", "mine.py:job"), "several scripts can be named, or one other thing"),
+        (("train.py", "d/nosuch"), "there is no file d/nosuch (looked in "),
+        (("train.py", "NOTES.txt"), "there is no file NOTES.txt (looked in "),
+        (("train.py", ".", "found.txt"), "found.txt is not a Python script"),
+        (("NOTES.txt",), "there is no file or directory 'NOTES.txt' (looked in "),
+        (("found.txt",), "found.txt is a file, but names no model: it is neither Python (.py) nor JSON"),
         (("mine.py:job", "--sarif", "x"), "--sarif does not go with a job"),
         (("train.py", "--device", "T4"), "--device does not go with scripts"),
         (("no-such-model",), "unknown model 'no-such-model'"),
     ],
 )
 def test_bad_usage_says_what_was_found(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    (folder / "found.txt").touch()
     done = brimful(folder, "doctor", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_findings_are_as_wide_as_a_terminal_and_a_line_each_for_tools(folder: Path) -> None:
+    long = brimful(folder, "doctor", "train.py").stdout.splitlines()
+    assert [each[:11] for each in long] == ["train.py:7:", "  → add to ", "1 finding i"]
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "brimful", "doctor", "train.py"]
+    variables = {**os.environ, "COLUMNS": "60"}
+    subprocess.run(command, cwd=folder, env=variables, stdout=theirs, timeout=120, check=False)
+    shown = os.read(ours, 4096).decode().replace("\r\n", "\n")
+    os.close(ours)
+    os.close(theirs)
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[0].startswith("train.py:7: history-kept: ")
+    assert lines[1].startswith("    ")
+    assert shown.split() == "\n".join(long).split()

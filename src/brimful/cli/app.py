@@ -48,7 +48,14 @@ from brimful.cli.output import (
 )
 from brimful.cli.report import report_page
 from brimful.cli.run import run
-from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
+from brimful.cli.sources import (
+    built_in_source,
+    find_job,
+    find_source,
+    job_of,
+    may_be_plan_of,
+    missing_batch,
+)
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.cli.whole_runs import run_asked_for
@@ -412,7 +419,7 @@ def plan(
             result = replace(found, source=source)
             text, document = str(result), result.to_json()
         else:
-            raise UsageError("say --global-batch-size, the samples in an optimizer step.")
+            raise missing_batch(source, "plan")
         assert result.source is not None
         job = job_of(result.source)
         if output is not None:
@@ -489,11 +496,13 @@ def compare(
             refuse(given, "--study says what is compared")
             _show_study(study, device, runs_small=measure, as_json=as_json)
             return
-        if source is None or global_batch_size is None:
+        if source is None:
             raise UsageError(
                 "say what to compare: MODEL and --global-batch-size, the samples in an optimizer step; or "
                 "--study NAME."
             )
+        if global_batch_size is None:
+            raise missing_batch(source, "compare")
         found = _compared(
             source,
             device,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,11 @@ from brimful.cli.options import AsJson, DeviceName, ModelOptions, OnePrecision, 
 from brimful.cli.output import asked_on_command_line, refuse, report_errors, show
 from brimful.cli.sources import find_job
 from brimful.errors import UsageError, nearest_names
-from brimful.utils.files import is_directory, write_file
+from brimful.utils.files import is_directory, is_file, write_file
 from brimful.utils.status import busy
+
+if TYPE_CHECKING:
+    from brimful.doctor.findings import Finding
 
 SNAPSHOTS = (".pickle", ".pkl")
 
@@ -62,6 +65,7 @@ def doctor(
             _check_options(context, "scripts", {"sarif"})
             is_well = _sources(what, sarif, as_json)
         elif len(what) > 1:
+            _check_paths(what)
             raise UsageError(f"several scripts can be named, or one other thing: {', '.join(what)}.")
         elif what[0] == "machine":
             _check_options(context, "machine", {"kill"})
@@ -76,6 +80,17 @@ def doctor(
             is_well = _job(what[0], options, device, micro_batch_size, precision, as_json)
         if not is_well:
             raise typer.Exit(1)
+
+
+def _check_paths(what: Sequence[str]) -> None:
+    """UsageError if one of several things that are named is a path of nothing, or of another file."""
+    from brimful.models.hub import is_path
+
+    for each in what:
+        if ":" not in each and is_path(each) and not Path(each).exists():
+            raise UsageError(f"there is no file {each} (looked in {Path.cwd()}).")
+        if is_file(Path(each)) and not each.endswith((".py", *SNAPSHOTS)):
+            raise UsageError(f"{each} is not a Python script: its name does not end in .py.")
 
 
 _OF_JOBS = ("device", "micro_batch_size", "precision")
@@ -98,15 +113,22 @@ def _sources(paths: Sequence[str], sarif: Path | None, as_json: bool) -> bool:
     if sarif is not None:
         write_file(sarif, json.dumps(sarif_document(found), indent=2))
     kinds = ["note: " if each.check in NOTES else "" for each in found]
-    lines = [
-        f"{each.line}: {kind}{each.check}: {each.what}\n  → {each.change}"
-        for each, kind in zip(found, kinds, strict=True)
-    ]
+    lines = [_finding_text(each, kind) for each, kind in zip(found, kinds, strict=True)]
     scripts = f"{len(checked)} script{'s' if len(checked) != 1 else ''}"
     lines.append(f"{len(found) or 'no'} finding{'s' if len(found) != 1 else ''} in the text of {scripts}")
     document = {"scripts": list(checked), "findings": [asdict(each) for each in found]}
     show("\n".join(lines), lambda: document, as_json)
     return not any(each.check not in NOTES for each in found)
+
+
+def _finding_text(finding: Finding, kind: str) -> str:
+    """A finding and its change: a line each, as tools read it, or in lines as wide as the terminal."""
+    from brimful.report.layout import wrapped
+
+    found = f"{finding.line}: {kind}{finding.check}: {finding.what}"
+    if not sys.stdout.isatty():
+        return f"{found}\n  → {finding.change}"
+    return "\n".join([*wrapped("", found, indent=4), *wrapped("  → ", finding.change)])
 
 
 def _snapshot(path: str, as_json: bool) -> bool:

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from brimful.cli.output import refuse
-from brimful.cli.sources import job_of
-from brimful.errors import UsageError
+from brimful.cli.sources import job_of, missing_batch
 
 if TYPE_CHECKING:
     from brimful.planner import JobSource, LargestEstimate, LargestPlan
@@ -67,7 +66,7 @@ def largest_plan(
         found = api.largest_plan(lambda _: job_of(source), device, option="micro_batch_size", **asked)
         return replace(found, plan=replace(found.plan, source=source))
     if global_batch_size is None:
-        raise UsageError("say --global-batch-size, the samples in an optimizer step.")
+        raise missing_batch(source, "plan", "--largest", what)
     size = dimension(source.name, what, source.options)
     found = api.largest_plan(
         lambda value: job_of(_sized(source, size.option, value)),

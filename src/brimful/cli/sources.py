@@ -32,6 +32,13 @@ def job_of(source: JobSource) -> Job:
     return resolve_job(source.name, **source.options)
 
 
+def missing_batch(source: JobSource, command: str, *asked: str) -> UsageError:
+    """The error of a command that lacks --global-batch-size. For a model that is not known, its error."""
+    job_of(source)
+    example = shlex.join(["brimful", command, source.name, *asked, "--global-batch-size", "32"])
+    return UsageError(f"say --global-batch-size, the samples in an optimizer step. For example: {example}")
+
+
 def may_be_plan_of(plan: Plan, job: Job) -> bool:
     """Whether a plan has a job's name, or that of jobs without one, which only the command line names."""
     from brimful.job import DEFAULT_NAME

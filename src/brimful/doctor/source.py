@@ -148,6 +148,26 @@ class Source:
                 break
         return self.loop_of(node)
 
+    def rounds_of(self, node: ast.AST, name: str, seen: frozenset[ast.AST] = frozenset()) -> set[Loop]:
+        """Loops that run a node again for the same value of a name, also by calls of the node's function."""
+        found: set[Loop] = {node} if isinstance(node, Loop) else set()
+        for each in self.ancestors(node):
+            if isinstance(each, Function):
+                break
+            if (isinstance(each, ast.If) and _may_be_last(each)) or (
+                isinstance(each, Loop) and self.bindings_in(name, each)
+            ):
+                return found
+            if isinstance(each, Loop):
+                found.add(each)
+        function = self.function_of(node)
+        if not isinstance(function, Function) or function in seen or (function, name) in self._bindings:
+            return found
+        for call in self.calls_of(function.name):
+            if self.functions(function.name) == [function] and _hands_on(call, function, name):
+                found |= self.rounds_of(call, name, seen | {function})
+        return found
+
     def is_in(self, node: ast.AST, outer: ast.AST) -> bool:
         """Whether a node is inside another."""
         return node is outer or outer in self.ancestors(node)
@@ -200,6 +220,14 @@ class Source:
                 found[node.name].append(node)
         return found
 
+    def classes(self, name: str) -> list[ast.ClassDef]:
+        """Classes of the script that have a name."""
+        return [each for each in self._definitions.get(name, ()) if isinstance(each, ast.ClassDef)]
+
+    def functions(self, name: str) -> list[Function]:
+        """Functions and methods of the script that have a name."""
+        return [each for each in self._definitions.get(name, ()) if isinstance(each, Function)]
+
     @cached_property
     def _names_without_graph(self) -> set[str]:
         """Last parts of the names that are used without graphs, and of those that functions so named use."""
@@ -210,7 +238,7 @@ class Source:
                 name = last_name(node) if isinstance(node, ast.Name | ast.Attribute) else ""
                 if name and name not in found:
                     found.add(name)
-                    left += (each for each in self._definitions.get(name, ()) if isinstance(each, Function))
+                    left += self.functions(name)
         return found
 
     # Bindings
@@ -236,7 +264,21 @@ class Source:
     def made_by(self, name: str, where: ast.AST) -> list[str]:
         """Full names of what is called to make the values of a name; "" for a value of another kind."""
         values = [each.value for each in self.bindings(name, where)]
-        return [self.full_name(each.func) if isinstance(each, ast.Call) else "" for each in values]
+        return [self._maker(each) for each in values]
+
+    def makers_of_called(self, call: ast.Call) -> list[str]:
+        """Full names of what is called to make what a call calls: `Loss()(out, y)`, or a name for `Loss()`."""
+        if isinstance(call.func, ast.Call):
+            return [self._maker(call.func)]
+        return self.made_by(name_of(call.func), call)
+
+    def _maker(self, value: ast.expr | None) -> str:
+        """The full name of what is called to make a value, which may be moved then: `Loss().to(device)`."""
+        while isinstance(value, ast.Call):
+            if called(value) not in ("cuda", "to") or not isinstance(value.func, ast.Attribute):
+                return self.full_name(value.func)
+            value = value.func.value
+        return ""
 
     # Training
 
@@ -290,6 +332,24 @@ class Source:
             for name in names - detached - {""}
             if not any(is_a_number(each.value) for each in self.bindings_in(name, training.loop))
         )
+
+
+def _may_be_last(condition: ast.If) -> bool:
+    """Whether what depends on a condition may run in the last round of a loop alone."""
+    ends = any(isinstance(each, ast.Break | ast.Return) for each in ast.walk(condition))
+    tests = [*ast.walk(condition.test)]
+    return ends or (
+        any(isinstance(each, ast.Eq) for each in tests) and not any(isinstance(each, ast.Mod) for each in tests)
+    )
+
+
+def _hands_on(call: ast.Call, function: Function, name: str) -> bool:
+    """Whether a name stands for the same value in a call's place and in the function that it calls."""
+    if name.startswith("self."):
+        return name_of(call.func) == f"self.{function.name}"
+    parameters = {each.arg for each in ast.walk(function.args) if isinstance(each, ast.arg)}
+    given = {name_of(each) for each in (*call.args, *(each.value for each in call.keywords))}
+    return name.partition(".")[0] not in parameters or name in given
 
 
 def name_of(expression: ast.AST | None) -> str:
@@ -356,8 +416,8 @@ def is_a_number(expression: ast.AST | None) -> bool:
 
 def losses_of(backward: ast.Call) -> set[str]:
     """The names of which a call of backward computes gradients."""
-    assert isinstance(backward.func, ast.Attribute)
-    return _names_in(backward.func.value) | {name for each in backward.args[:1] for name in _names_in(each)}
+    own = _names_in(backward.func.value) if isinstance(backward.func, ast.Attribute) else set()
+    return own | {name for each in backward.args[:1] for name in _names_in(each)}
 
 
 def _names_in(expression: ast.AST) -> set[str]:

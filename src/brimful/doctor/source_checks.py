@@ -172,12 +172,23 @@ def _added(node: ast.AST) -> tuple[str, ast.expr] | None:
     match node:
         case ast.AugAssign(op=ast.Add()):
             return _base_name(node.target), node.value
-        case ast.Assign(targets=[target], value=ast.BinOp(op=ast.Add(), left=left, right=right)):
-            if _base_name(target) and ast.unparse(left) == ast.unparse(target):
-                return _base_name(target), right
+        case ast.Assign(targets=[target], value=value):
+            name, new = (
+                _base_name(target),
+                [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value],
+            )
+            for each in new:  # "avg = loss if avg is None else 0.9 * avg + 0.1 * loss"
+                if isinstance(each, ast.BinOp) and _has_itself(each, target, name):
+                    return name, each
         case ast.Call(func=ast.Attribute(attr="append", value=held), args=[value]):
             return _base_name(held), value
     return None
+
+
+def _has_itself(value: ast.BinOp, target: ast.expr, name: str) -> bool:
+    """Whether what is assigned to a target has the target's own graph."""
+    is_read = any(ast.unparse(each) == ast.unparse(target) for each in ast.walk(value))
+    return is_read and has_graph_of(value, frozenset({name}))
 
 
 def _base_name(target: ast.expr) -> str:
@@ -194,10 +205,18 @@ def _outlives(source: Source, name: str, training: Training) -> bool:
     inside = [each for each in bound if source.is_in(each.statement, training.loop)]
     if not name or name in ends or not outside or not all(map(_is_empty, outside)):
         return False
-    if any(_added(each.statement) is None for each in inside):
+    if any(_added(each.statement) is None and not _is_first(source, each.statement, name) for each in inside):
         return False
     used = [node for node in ast.walk(training.loop) if name_of(node) == name]
     return not any(_is_consumed(source, each, training.loop) for each in used)
+
+
+def _is_first(source: Source, statement: ast.AST, name: str) -> bool:
+    """Whether a statement runs where a name is still None."""
+    parent = source.parents[statement]
+    if not isinstance(parent, ast.If) or statement not in parent.body:
+        return False
+    return ast.unparse(parent.test) == f"{name} is None"
 
 
 def _is_empty(value: ast.expr | None) -> bool:
@@ -336,24 +355,95 @@ _OF_TOKENS_OR_PIXELS = re.compile(
 
 @source_check
 def trained_in_evaluation_mode(source: Source) -> Iterator[Finding]:
-    """A loop of epochs that calls `eval()`, and nothing that calls `train()`."""
-    if any(True for _ in source.calls_of("train")):
+    """Training of a model below its `eval()`, or in a round after it, and nothing that calls `train()`."""
+    changes = [each for each in source.calls if _TRAINS.fullmatch(called(each))]
+    if not all(_is_own_function(source, each) for each in changes) or _SETS_MODE.search(source.text):
         return
     for training in source.trainings:
-        loops = [each for each in source.ancestors(training.loop) if isinstance(each, Loop)]
-        trained = {name_of(each.func) for each in source.calls if source.loop_of(each) is training.loop}
-        for call in source.calls_of("eval"):
-            model = name_of(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-            if (
-                model in trained & source.models
-                and not call.args
-                and any(source.loop_of(call) is each for each in loops)
-            ):
+        for model in sorted(source.models & _called_in(source, training)):
+            modes = [each for each in source.calls_of("eval") if _is_of(each, model) and not each.args]
+            rounds = source.rounds_of(training.loop, model)
+            decides = [
+                each
+                for each in modes
+                if source.rounds_of(each, model) & rounds or _is_just_before(source, each, training.loop)
+            ]
+            if decides and _is_optimized(source, model) and _depends_on_mode(source, model, training):
                 yield Finding(
-                    what=f"{model} trains in evaluation mode from the second round on: nothing calls train()",
+                    what=f"{model} trains in evaluation mode after this eval(): nothing calls train()",
                     change=f"call {model}.train() before each round of training",
-                    line=source.line(call),
+                    line=source.line(min(decides, key=lambda each: each.lineno)),
                 )
+
+
+_SETS_MODE = re.compile(r"\.training\s*=[^=]")
+
+
+_TRAINS = re.compile(r"(set_|to_)?train(ing)?(_mode)?")
+
+
+def _is_own_function(source: Source, call: ast.Call) -> bool:
+    """Whether a call is of a function or method that the script defines, such as `train`, not of a model's."""
+    if not isinstance(call.func, ast.Attribute):
+        return bool(source.functions(called(call)))
+    held = name_of(call.func.value)
+    around = [each for each in source.ancestors(call) if isinstance(each, ast.ClassDef)]
+    classes = [each for maker in source.made_by(held, call) for each in source.classes(maker)]
+    found = around[:1] if held == "self" else classes
+    return bool(found) and all(
+        any(getattr(method, "name", "") == called(call) for method in each.body) for each in found
+    )
+
+
+def _called_in(source: Source, training: Training) -> set[str]:
+    """Names of what a training loop calls for a result that has a graph."""
+    return {
+        name_of(each.func)
+        for each in source.calls
+        if source.loop_of(each) is training.loop
+        and not source.is_without_graph(each)
+        and last_name(source.parents[each]) != "detach"
+    }
+
+
+def _is_of(call: ast.Call, model: str) -> bool:
+    return isinstance(call.func, ast.Attribute) and name_of(call.func.value) == model
+
+
+def _is_optimized(source: Source, model: str) -> bool:
+    """Whether an optimizer has all parameters of a model."""
+    asked = [each for each in source.calls_of("parameters", "named_parameters") if _is_of(each, model)]
+    around = [outer for each in asked for outer in source.ancestors(each) if isinstance(outer, ast.Call)]
+    return any(_OPTIMIZERS.search(source.full_name(each.func)) for each in around)
+
+
+_OPTIMIZERS = re.compile(r"optim|adam|sgd", re.IGNORECASE)
+
+
+def _depends_on_mode(source: Source, model: str, training: Training) -> bool:
+    """Whether a model may have dropout or BatchNorm: the script names some, or others wrote the model."""
+    makers = source.made_by(model, training.loop)
+    is_others = any(each and not each.startswith("torch.") and not source.classes(each) for each in makers)
+    return _has_modes(source) or is_others or not makers
+
+
+def _has_modes(source: Source) -> bool:
+    """Whether a script names layers with dropout or BatchNorm."""
+    kinds = {last_name(node) for node in source.nodes if isinstance(node, ast.Name | ast.Attribute)}
+    return any(each.startswith(("BatchNorm", "Dropout", "Transformer")) for each in kinds)
+
+
+def _is_just_before(source: Source, call: ast.Call, loop: Loop) -> bool:
+    """Whether `eval()` of a model with dropout or BatchNorm stands above a training loop in its function."""
+    function, outer = source.function_of(loop), source.loop_of(call)
+    is_above = source.function_of(call) is function and call.lineno < loop.lineno
+    is_around = outer is None or source.is_in(loop, outer)
+    is_always = not source.conditions_of(call, outer or function)
+    assert isinstance(call.func, ast.Attribute)
+    bound = source.bindings(name_of(call.func.value), loop)
+    is_same = not any(call.lineno < getattr(each.statement, "lineno", 0) < loop.lineno for each in bound)
+    is_meant = "requires_grad" in source.text or not _has_modes(source)  # BatchNorm of a part may be frozen
+    return is_above and is_around and is_always and is_same and not is_meant
 
 
 @source_check
@@ -362,12 +452,7 @@ def evaluated_in_training_mode(source: Source) -> Iterator[Finding]:
     kinds = {last_name(node) for node in source.nodes if isinstance(node, ast.Name | ast.Attribute)}
     if not any(each.startswith(("BatchNorm", "Dropout")) for each in kinds) or kinds & {"eval", "train"}:
         return
-    trained = {
-        name_of(call.func)
-        for training in source.trainings
-        for call in source.calls
-        if source.loop_of(call) is training.loop
-    }
+    trained = {name for training in source.trainings for name in _called_in(source, training)}
     for call in source.calls:
         loop, name = source.repeated_in(call), name_of(call.func)
         if loop is None or name not in source.models & trained:
@@ -558,9 +643,10 @@ def _is_of_outer_graph(source: Source, loop: Loop) -> bool:
 @source_check
 def not_optimized(source: Source) -> Iterator[Finding]:
     """The only optimizer has a part of a model, and the rest of it is not frozen."""
-    forwards = [each for each in source.nodes if isinstance(each, ast.FunctionDef) and each.name == "forward"]
-    is_cut = any(word in ast.unparse(each) for each in forwards for word in ("no_grad", "detach"))
-    if is_cut or "requires_grad" in source.text or "get_peft_model" in source.text:
+    classes = [each for each in source.nodes if isinstance(each, ast.ClassDef)]
+    is_cut = any(word in ast.unparse(each) for each in classes for word in ("no_grad", "detach"))
+    is_frozen = any("freeze" in called(each).lower() for each in source.calls)
+    if is_cut or is_frozen or "requires_grad" in source.text or "get_peft_model" in source.text:
         return
     made = [each for each in source.calls if source.full_name(each.func).startswith("torch.optim.")]
     made = [each for each in made if "lr_scheduler" not in source.full_name(each.func)]
@@ -577,12 +663,40 @@ def not_optimized(source: Source) -> Iterator[Finding]:
     others = asked - {f"{whole}.parameters", f"{part}.parameters"}
     if any(each.startswith(f"{whole}.") or each.endswith(".add_param_group") for each in others):
         return  # parameters of other parts may be in other groups and optimizers
-    if part != whole and whole in source.models:
+    is_trained = any(whole in _called_in(source, training) for training in source.trainings)
+    if part != whole and is_trained and _has_other_parts(source, whole, part, made[0]):
         yield Finding(
             what=f"parameters of {whole} beside {part} get gradients that no optimizer uses",
             change=f"{whole}.requires_grad_(False) and {part}.requires_grad_(True)",
             line=source.line(made[0]),
         )
+
+
+def _has_other_parts(source: Source, whole: str, part: str, where: ast.AST) -> bool:
+    """Whether the text shows that a model has parameters beside those of a part."""
+    makers = source.made_by(whole, where)
+    classes = [each for maker in makers for each in source.classes(maker)]
+    if not classes:
+        return bool(makers) and all(_OF_LIBRARIES.match(each) for each in makers)
+    own = f"self.{part.split('.')[1]}"
+    assigned = [node for each in classes for node in ast.walk(each) if isinstance(node, ast.Assign)]
+    others = [each.value for each in assigned if name_of(each.targets[0]) not in ("", own)]
+    made = _names_called(source, others)
+    made |= _names_called(source, [each for name in made for each in source.classes(name)])
+    return any(_HAS_PARAMETERS.fullmatch(each) for each in made)
+
+
+def _names_called(source: Source, within: Iterable[ast.AST]) -> set[str]:
+    """Full names of what is called in nodes."""
+    calls = [node for each in within for node in ast.walk(each) if isinstance(node, ast.Call)]
+    return {source.full_name(each.func) for each in calls}
+
+
+_HAS_PARAMETERS = re.compile(
+    r"torch\.nn\.(\w+\.)*(Bilinear|Conv\w+|Embedding\w*|GRU|LSTM|Linear|Multihead\w+|Parameter|Transformer\w+)"
+    r"|(timm|torchvision|transformers)\..*"
+)
+_OF_LIBRARIES = re.compile(r"(timm|torch|torchvision|transformers)\.")
 
 
 def _accumulations(source: Source) -> Iterator[tuple[Training, str, ast.Call]]:
@@ -639,59 +753,77 @@ def _is_mean(source: Source, value: ast.expr | None) -> bool:
         return False
     if source.full_name(value.func).startswith("torch.nn.functional."):
         return True
-    makers = source.made_by(name_of(value.func), value)
+    makers = source.makers_of_called(value)
     return bool(makers) and all(re.fullmatch(r"torch\.nn\.(\w+\.)*\w+Loss", each) for each in makers)
 
 
 @source_check
 def softmax_twice(source: Source) -> Iterator[Finding]:
-    """A softmax before cross entropy, which has its own."""
-    for call in source.calls:
-        makers = source.made_by(name_of(call.func), call) or [source.full_name(call.func)]
+    """A softmax before cross entropy, which has its own; of several losses of a softmax one that trains."""
+    seen: set[ast.AST] = set()
+    for call in sorted(source.calls, key=lambda each: _is_in_evaluation(source, each)):
+        makers = source.makers_of_called(call) or [source.full_name(call.func)]
         if not call.args or not {*makers} <= {"torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"}:
             continue
-        if isinstance(call.func, ast.Name | ast.Attribute) and _is_softmax(source, call.args[0]):
-            yield known_fault("softmax-twice", source.line(call))
+        softmaxes = _softmaxes_of(source, call.args[0])
+        if softmaxes <= seen:
+            continue
+        seen |= softmaxes
+        fault = known_fault("softmax-twice", source.line(call))
+        if _is_in_evaluation(source, call):
+            what = "cross entropy takes logits and gets probabilities: this loss is that of other predictions"
+            fault = replace(fault, what=what, change="omit the softmax before cross entropy")
+        yield fault
 
 
-def _is_softmax(source: Source, value: ast.expr | None) -> bool:
-    """Whether all values that an expression can have come from a softmax."""
+def _is_in_evaluation(source: Source, call: ast.Call) -> bool:
+    loop = source.repeated_in(call)
+    return source.is_without_graph(call) or (loop is not None and _is_over_evaluation_data(loop))
+
+
+def _softmaxes_of(source: Source, value: ast.expr | None) -> frozenset[ast.AST]:
+    """The softmaxes that all values of an expression come from; none if one of them may not."""
     if isinstance(value, ast.Name):
-        bound = source.bindings(value.id, value)
-        return bool(bound) and all(
-            not isinstance(each.value, ast.Name) and _is_softmax(source, each.value) for each in bound
+        bound = [each.value for each in source.bindings(value.id, value)]
+        return _of_all(
+            frozenset() if isinstance(each, ast.Name) else _softmaxes_of(source, each) for each in bound
         )
     if not isinstance(value, ast.Call):
-        return False
+        return frozenset()
     if called(value) == "softmax" or source.full_name(value.func).endswith(".softmax"):
-        return True
+        return frozenset({value})
     makers = [each.value for each in source.bindings(name_of(value.func), value)]
-    return bool(makers) and all(_ends_in_softmax(source, each) for each in makers)
+    return _of_all(_last_softmaxes(source, each) for each in makers)
 
 
-def _ends_in_softmax(source: Source, model: ast.expr | None) -> bool:
-    """Whether an expression makes a model whose last layer is a softmax."""
+def _of_all(found: Iterable[frozenset[ast.AST]]) -> frozenset[ast.AST]:
+    """All of several sets; nothing if one is empty."""
+    sets = [*found]
+    return frozenset().union(*sets) if all(sets) else frozenset()
+
+
+def _last_softmaxes(source: Source, model: ast.expr | None) -> frozenset[ast.AST]:
+    """The softmaxes that are the last layer of the model which an expression makes."""
     if not isinstance(model, ast.Call):
-        return False
+        return frozenset()
     if called(model) in ("to", "cuda") and isinstance(model.func, ast.Attribute):
-        return _ends_in_softmax(source, model.func.value)
+        return _last_softmaxes(source, model.func.value)
     if called(model) in ("DataParallel", "DistributedDataParallel") and model.args:
-        return _ends_in_softmax(source, model.args[0])
+        return _last_softmaxes(source, model.args[0])
     if source.full_name(model.func) == "torch.nn.Softmax":
-        return True
+        return frozenset({model})
     if source.full_name(model.func) == "torch.nn.Sequential" and model.args:
-        return _ends_in_softmax(source, model.args[-1])
-    classes = [
-        each for each in source.nodes if isinstance(each, ast.ClassDef) and each.name == name_of(model.func)
-    ]
+        return _last_softmaxes(source, model.args[-1])
     forwards = [
         each
-        for found in classes
+        for found in source.classes(name_of(model.func))
         for each in found.body
         if isinstance(each, ast.FunctionDef) and each.name == "forward"
     ]
-    returns = [node for each in forwards for node in ast.walk(each) if isinstance(node, ast.Return)]
-    return len(forwards) == 1 and bool(returns) and all(_is_softmax(source, each.value) for each in returns)
+    if len(forwards) != 1:
+        return frozenset()
+    returns = [node for node in ast.walk(forwards[0]) if isinstance(node, ast.Return)]
+    return _of_all(_softmaxes_of(source, each.value) for each in returns)
 
 
 # Time, and how models are wrapped
@@ -767,8 +899,7 @@ def _reads_files(source: Source, dataset: ast.expr) -> bool:
             continue
         reads = [
             call
-            for node in source.nodes
-            if isinstance(node, ast.ClassDef) and node.name == name_of(value.func)
+            for node in source.classes(name_of(value.func))
             for method in node.body
             if isinstance(method, ast.FunctionDef) and method.name == "__getitem__"
             for call in ast.walk(method)

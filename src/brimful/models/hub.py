@@ -105,16 +105,25 @@ def hub_job(name: str) -> Callable[..., Job] | None:
 def _may_be_id(name: str) -> bool:
     """Whether a name has the form of an id on the Hub and is not a path, of which no network is asked."""
     has_form = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) is not None
-    return has_form and not is_directory(Path(name).parent) and Path(name).suffix.lower() not in _OF_FILES
+    return has_form and not is_directory(Path(name).parent) and not _has_ending_of_files(name)
+
+
+def is_path(name: str) -> bool:
+    """Whether a name has folders, or an ending of files, which no model's name has."""
+    return "/" in name or "\\" in name or _has_ending_of_files(name)
+
+
+def _has_ending_of_files(name: str) -> bool:
+    return Path(name).suffix.lower() in _OF_FILES
 
 
 _OF_FILES = frozenset(
     (
-        *(".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".md", ".csv", ".ipynb"),
+        *(".py", ".json", ".yaml", ".yml", ".toml", ".txt", ".md", ".csv", ".ipynb", ".cfg"),
+        *(".ini", ".log", ".pickle", ".pkl", ".sh"),
         *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".onnx", ".gguf"),
     )
 )
-"""Endings of files, which no model's name has."""
 
 
 def _from_hub(name: str) -> Path:

@@ -20,7 +20,7 @@ from torch import nn
 from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import DEFAULT_NAME, Job
-from brimful.models.hub import hub_job, known_models
+from brimful.models.hub import hub_job, is_path, known_models
 from brimful.models.text import TEXT_ARCHITECTURES
 from brimful.models.variants import with_variant
 from brimful.models.vision import VISION_ARCHITECTURES
@@ -85,8 +85,9 @@ def _architecture(name: str) -> Callable[..., Job]:
     factory = _ARCHITECTURES.get(name) or hub_job(name)
     if factory is None:
         if is_file(Path(name)):
-            raise UsageError(f"{name} is a file, but names no model.{_other_ways(Path(name))} {_FORMS}")
-        if "/" in name:
+            why = f"it is neither Python (.py) nor JSON.{_other_ways(Path(name))}"
+            raise UsageError(f"{name} is a file, but names no model: {why} {_FORMS}")
+        if is_path(name):
             raise UsageError(f"there is no file or directory {name!r} (looked in {Path.cwd()}). {_FORMS}")
         short = [known.rpartition("/")[2] for known in known_models()]
         raise UnknownNameError("model", name, [*_ARCHITECTURES, *short], hint=_FORMS)

@@ -123,7 +123,7 @@ class Report:
 
 def as_text(report: Report) -> str:
     """A report as lines of text: the heading, and below it, indented, the parts."""
-    return "\n".join([*_wrapped("", report.heading), *part_lines(report.parts, report.label_cells)])
+    return "\n".join([*wrapped("", report.heading), *part_lines(report.parts, report.label_cells)])
 
 
 def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
@@ -131,9 +131,9 @@ def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
     for part in parts:
         match part:
             case Row():
-                yield from _wrapped(f"  {part.label:<{label_cells}}", part.text)
+                yield from wrapped(f"  {part.label:<{label_cells}}", part.text)
             case Remark():
-                yield from _wrapped("  ", f"{part.kind}: {part.text}" if part.kind else part.text, indent=4)
+                yield from wrapped("  ", f"{part.kind}: {part.text}" if part.kind else part.text, indent=4)
             case Listing():
                 yield from listing_lines(part)
             case Gauge():
@@ -143,17 +143,17 @@ def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
 def listing_lines(listing: Listing) -> Iterator[str]:
     """Lines of a table; a last cell that is too long continues below itself."""
     if listing.title:
-        yield from _wrapped("  ", listing.title)
+        yield from wrapped("  ", listing.title)
     for row in (*((listing.heading,) if listing.heading else ()), *listing.rows):
         *cells, last = map(str, row)
         before = listing.line.format(*cells, "")
         if len(before) > _MOST_CELLS_BEFORE or not listing.line.endswith("{}"):
             yield listing.line.format(*cells, last).rstrip()
         else:
-            yield from _wrapped(before, last)
+            yield from wrapped(before, last)
 
 
-def _wrapped(before: str, text: str, indent: int | None = None) -> Iterator[str]:
+def wrapped(before: str, text: str, indent: int | None = None) -> Iterator[str]:
     """Text after something on its first line, in lines as wide as the terminal; a longer word stays whole."""
     columns = max(get_terminal_size((_COLUMNS, 0)).columns, _LEAST_COLUMNS)
     below = " " * (len(before) if indent is None else indent)

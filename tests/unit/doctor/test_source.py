@@ -108,16 +108,103 @@ from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 options = TrainingArguments("out", eval_strategy="epoch", eval_accumulation_steps=1)
 Trainer(model, options, train_dataset=texts, compute_metrics=accuracy).train()
 """
+RUNNING = CLEAN.replace("0.0, []", "None, []").replace(
+    "total += loss.detach()", "total = 0.9 * total + 0.1 * loss.detach()"
+)
+INLINE = CLEAN.replace("criterion(out, y)", "nn.CrossEntropyLoss()(out, y)")
+INLINE_ACCUMULATED = MADE + ACCUMULATED.replace("criterion(out, y)", "nn.CrossEntropyLoss()(out, y)")
+EVALUATED_ONCE = CLEAN.replace("    model.train()\n", "").replace("\n    evaluate()", "\nevaluate()")
+IN_FUNCTIONS = (
+    MADE
+    + """
+def train():
+    model.train()
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+def test():
+    model.eval()
+    with torch.no_grad():
+        return [model(x) for x in batches]
+
+for epoch in range(3):
+    train()
+    test()
+"""
+)
+IN_METHODS = """
+class Trainer:
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        self.optimizer = optim.SGD(self.model.parameters())
+
+    def train(self, batches):
+        self.model.train()
+        for x, y in batches:
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+
+    def test(self, batches):
+        self.model.eval()
+        with torch.no_grad():
+            return [self.model(x) for x in batches]
+
+    def fit(self, batches):
+        for epoch in range(3):
+            self.train(batches)
+            self.test(batches)
+"""
+OF_PARTS = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+model = Net()
+optimizer = optim.AdamW(model.parameters())
+for x, y in batches:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
 FAULTS: list[tuple[str, str, str, str]] = [
     # check, script without the fault, what is replaced, by what
     ("history-kept", CLEAN, "total += loss.detach()", "total += loss"),
     ("history-kept", CLEAN, "total += loss.detach()", "total = total + loss * len(x)"),
+    ("history-kept", CLEAN, "total += loss.detach()", "total = 0.1 * loss + 0.9 * total"),
+    (
+        "history-kept",
+        RUNNING,
+        "0.9 * total + 0.1 * loss.detach()",
+        "loss if total is None else 0.9 * total + 0.1 * loss",
+    ),
+    (
+        "history-kept",
+        RUNNING,
+        "total = 0.9 * total + 0.1 * loss.detach()",
+        "if total is None:\n            total = loss\n"
+        "        else:\n            total = (9 * total + loss) / 10",
+    ),
     ("history-kept", CLEAN, "total += loss.detach()", "losses.append(loss)"),
     ("history-kept", CLEAN, "total += loss.detach()", "losses.append({'scores': out})"),
     ("evaluation-with-gradients", CLEAN, "with torch.no_grad():", "if True:"),
     ("evaluation-with-gradients", VALIDATED, "model.eval()\n    with torch.no_grad():", "if True:"),
     ("trained-in-evaluation-mode", CLEAN, "    model.train()\n", "    model.eval()\n"),
-    ("evaluated-in-training-mode", CLEAN.replace("model.train()", ""), "model.eval()", "pass"),
+    ("trained-in-evaluation-mode", CLEAN, "    model.train()\n", ""),
+    ("trained-in-evaluation-mode", IN_FUNCTIONS, "    model.train()\n", ""),
+    ("trained-in-evaluation-mode", IN_METHODS, "        self.model.train()\n", ""),
+    ("trained-in-evaluation-mode", EVALUATED_ONCE, "losses = 0.0, []", "losses = 0.0, []\nmodel.eval()"),
+    ("evaluated-in-training-mode", EVALUATED_ONCE, "model.eval()", "pass"),
     ("gradients-kept", CLEAN, "zero_grad()", "zero_grad(set_to_none=False)"),
     ("gradients-added", CLEAN, "optimizer.zero_grad()", "pass"),
     ("gradients-added", TWO, "other.zero_grad()", "pass"),
@@ -129,6 +216,7 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "    optimizer.zero_grad()\n    out = model(x)",
     ),
     ("not-normalized", MADE + ACCUMULATED, "(out, y) / 4", "(out, y)"),
+    ("not-normalized", INLINE_ACCUMULATED, "(out, y) / 4", "(out, y)"),
     (
         "reduced-in-every-micro-batch",
         MADE + "model = DDP(model)\ncontext = model.no_sync\n" + ACCUMULATED,
@@ -142,7 +230,10 @@ FAULTS: list[tuple[str, str, str, str]] = [
         "model.parameters()",
         "model.head.parameters()",
     ),
+    ("not-optimized", OF_PARTS, "optim.AdamW(model.", "optim.AdamW(model.head."),
     ("softmax-twice", CLEAN, "criterion(out, y)", "criterion(out.softmax(-1), y)"),
+    ("softmax-twice", INLINE, "(out, y)", "(out.softmax(-1), y)"),
+    ("softmax-twice", CLEAN.replace("Loss()", "Loss().cuda()"), "criterion(out", "criterion(out.softmax(-1)"),
     ("softmax-twice", CLEAN, "out = model(x)", "out = torch.softmax(model(x), -1)"),
     ("softmax-twice", BY_NAME, "ce(out, y)", "ce(sm(out, -1), y)"),
     ("softmax-twice", BY_NAME, "out = model(x)", "out = softmax(model(x), -1)"),
@@ -200,6 +291,10 @@ HARMLESS = [
     # (in the clean script, instead) where a rougher check would find something
     ("total += loss.detach()", "total = loss + total\n        total.backward()\n        total = 0"),
     ("total += loss.detach()", "with torch.no_grad():\n            total += loss"),
+    ("total += loss.detach()", "total = 0.9 * total.detach() + 0.1 * loss"),
+    ("total += loss.detach()", "total = loss if loss < total else total"),
+    ("total += loss.detach()", "total = 0.9 * total + loss\n        total = total.detach()"),
+    ("criterion(out, y)", "nn.NLLLoss()(F.log_softmax(out, -1), y)"),
     ("total += loss.detach()", "losses.append(out)\n        torch.stack(losses).sum()\n        losses.clear()"),
     ("loss.backward()", "loss.backward(retain_graph=True)\n        (loss * 2).backward()"),
     (
@@ -261,6 +356,37 @@ SCHEDULED = "from transformers import get_linear_schedule_with_warmup" + CLEAN.r
     "criterion =", "optim_warm = get_linear_schedule_with_warmup(optimizer, 10, 100)\ncriterion ="
 ).replace("if i % 100 == 0:", "if i % 100 == 0:\n            optim_warm.step()")
 
+UNTRAINED = IN_FUNCTIONS.replace("    model.train()\n", "")
+ONE_PART = OF_PARTS.replace("optim.AdamW(model.", "optim.AdamW(model.head.")
+OTHER_MODES = [
+    UNTRAINED.replace("nn.Dropout(0.1)", "nn.ReLU()"),
+    UNTRAINED.replace("optim.AdamW(model.", "optim.AdamW(student."),
+    UNTRAINED.replace("for epoch in range(3):\n", "for fold in range(3):\n    model = build()\n"),
+    UNTRAINED.replace("    test()\n", "    if epoch == 2:\n        test()\n"),
+    UNTRAINED.replace("    test()\n", "test()\n"),
+    UNTRAINED.replace("    train()\n", "    model.train()\n    train()\n"),
+    UNTRAINED.replace("    train()\n", "    set_train_mode(model)\n    train()\n"),
+    UNTRAINED.replace("    train()\n", "    model.training = True\n    train()\n"),
+    UNTRAINED.replace("def test()", "def test(model)").replace("    test()", "    test(teacher)"),
+    IN_METHODS.replace("        self.model.train()\n", "").replace("            self.test(batches)\n", ""),
+    EVALUATED_ONCE.replace("for epoch", "model.eval()\nmodel = build(model)\nfor epoch"),
+]
+OTHER_PARTS = [
+    ONE_PART.replace("nn.Sequential(nn.Linear(4, 4), nn.ReLU())", "nn.ReLU()"),
+    ONE_PART.replace("model = Net()", "model = build()"),
+    ONE_PART.replace("model = Net()", "model = Net()\nfreeze(model.backbone)"),
+    ONE_PART.replace(
+        "self.head(self.backbone(x))",
+        "self.head(self.seen(x))\n\n    @torch.no_grad()\n    "
+        "def seen(self, x):\n        return self.backbone(x)",
+    ),
+    ONE_PART.replace("model(x)", "model.head(x)"),
+    ONE_PART.replace("model(x)", "model.head(model(x).detach())"),
+    ONE_PART.replace("    loss =", "    with torch.no_grad():\n        seen = model(x)\n    loss =").replace(
+        "cross_entropy(model(x)", "cross_entropy(model.head(seen)"
+    ),
+]
+
 LEFT = TWO.replace("other.zero_grad()", "pass")
 OF_TWO = [
     LEFT.replace("critic.parameters()", "model.parameters()"),
@@ -305,6 +431,21 @@ def test_an_evaluation_in_training_mode_with_gradients_has_both_findings() -> No
     assert set(found(evaluated)) == {"evaluation-with-gradients", "evaluated-in-training-mode"}
 
 
+def test_a_softmax_has_one_finding_where_its_loss_trains() -> None:
+    validated = "            criterion(model(x), y)\n"
+    text = CLEAN.replace(EVALUATING, f"        for x, y in batches:\n{validated}")
+    assert found(text) == {}
+    source = Source("train.py", HEAD + text.replace("nn.Dropout(0.1)", "nn.Dropout(0.1), nn.Softmax(-1)"))
+    (finding,) = source_findings(source)
+    line = (HEAD + text).splitlines().index("        loss = criterion(out, y)") + 1
+    assert (finding.check, finding.line) == ("softmax-twice", f"train.py:{line}")
+    in_evaluation = Source(
+        "train.py", HEAD + text.replace(validated, validated.replace("(x)", "(x).softmax(-1)"))
+    )
+    (finding,) = source_findings(in_evaluation)
+    assert (finding.check, finding.change) == ("softmax-twice", "omit the softmax before cross entropy")
+
+
 def test_every_check_has_a_planted_fault() -> None:
     assert {check_name(each) for each in SOURCE_CHECKS} == {fault[0] for fault in FAULTS}
 
@@ -327,7 +468,19 @@ def test_an_evaluation_that_gathers_little_is_no_finding(old: str, new: str) -> 
 
 
 @pytest.mark.parametrize(
-    "text", [FROZEN, SAMPLED, IN_TURN, SCHEDULED, ON_THE_HOST, WITH_OPTIONS, CACHED, FILLED]
+    "text",
+    [
+        FROZEN,
+        SAMPLED,
+        IN_TURN,
+        SCHEDULED,
+        ON_THE_HOST,
+        WITH_OPTIONS,
+        CACHED,
+        FILLED,
+        *OTHER_MODES,
+        *OTHER_PARTS,
+    ],
 )
 def test_a_script_that_means_what_looks_like_a_fault_has_no_finding(text: str) -> None:
     assert found(text) == {}
@@ -337,6 +490,12 @@ def test_a_script_that_means_what_looks_like_a_fault_has_no_finding(text: str) -
 def test_what_only_looks_like_a_fault_is_no_finding(old: str, new: str) -> None:
     assert old in CLEAN
     assert found(CLEAN.replace(old, new)) == {}
+
+
+def test_a_function_called_backward_is_no_method_of_a_loss() -> None:
+    assert found(CLEAN + "def backward(loss):\n    loss.backward()\nbackward(loss)") == {}
+    kept = CLEAN.replace("total += loss.detach()", "total += loss")
+    assert set(found(kept + "backward(model, 1)")) == {"history-kept"}
 
 
 def test_a_finding_has_the_line_of_the_fault() -> None:
