@@ -281,11 +281,31 @@ def container_grows(seen: Seen) -> Iterator[Finding]:
             )
 
 
+def _alive_past_last_use(seen: Seen) -> Counter[str]:
+    """Bytes at the peak of results of the forward that no graph saves and nothing reads after it, by line.
+
+    In a forward also callers hold what they pass on, so a peak in backward counts, of a step that has ended.
+    """
+    found = Counter[str]()
+    ops, peak = seen.evidence.trace.ops, int(seen.profile.ops[seen.profile.peak_position])
+    has_ended = peak >= 0 and ops[peak].step < len(seen.evidence.steps)
+    if not has_ended or seen.peak_phase is not Phase.BACKWARD or "sharded" in seen.evidence.flags:
+        return found
+    for size_bytes, index, made in seen.made_at_peak:
+        read = seen.evidence.last_reads.get(index, peak)
+        is_read_before = read < peak and ops[read].phase is Phase.FORWARD
+        if is_read_before and made.phase is Phase.FORWARD and made.step == ops[peak].step:
+            found[made.line] += size_bytes
+    return found
+
+
 @check
 def intermediate_kept(seen: Seen) -> Iterator[Finding]:
     """A variable that keeps a large result of the forward until the next one has replaced it."""
+    at_peak = _alive_past_last_use(seen)
     for held in seen.evidence.held_in_forward.values():
-        if held.has_graph and held.count == 1 and seen.is_large(held.size_bytes):
+        is_large = held.has_graph and held.count == 1 and seen.is_large(held.size_bytes)
+        if is_large and not seen.is_large(at_peak[held.line]):
             yield Finding(
                 what=f"{held.name} lives on through the next forward, beside the one that replaces it",
                 change=f"del {held.name} after backward",
@@ -296,25 +316,14 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
 
 @check
 def alive_past_last_use(seen: Seen) -> Iterator[Finding]:
-    """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak.
-
-    In a forward also callers hold what they pass on, so a peak in backward counts, of a step that has ended.
-    """
-    ops, peak = seen.evidence.trace.ops, int(seen.profile.ops[seen.profile.peak_position])
-    has_ended = peak >= 0 and ops[peak].step < len(seen.evidence.steps)
-    if not has_ended or seen.peak_phase is not Phase.BACKWARD or "sharded" in seen.evidence.flags:
-        return
-    by_line = Counter[str]()
-    for size_bytes, index, made in seen.made_at_peak:
-        read = seen.evidence.last_reads.get(index, peak)
-        of_forward = ops[read].phase is made.phase is Phase.FORWARD
-        if of_forward and read < peak and made.step == ops[peak].step:
-            by_line[made.line] += size_bytes
-    for line, size_bytes in by_line.items():
+    """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak."""
+    names = {each.line: each.name for each in seen.evidence.held_in_forward.values() if each.has_graph}
+    for line, size_bytes in _alive_past_last_use(seen).items():
         if seen.is_large(size_bytes):
             yield Finding(
-                what="what this line makes is there at the peak, though nothing reads it after that",
-                change="del the name that holds it once it is used, before backward",
+                what=f"{names.get(line, 'what this line makes')} is there at the peak, though nothing reads it "
+                "after that",
+                change=f"del {names.get(line, 'the name that holds it')} once it is used, before backward",
                 line=line,
                 size_bytes=size_bytes,
             )
@@ -472,9 +481,10 @@ _lines_check(
 def not_normalized(seen: Seen) -> Iterator[Finding]:
     """Gradient accumulation of losses that are not divided by the number of micro-batches."""
     for line, calls in seen.evidence.accumulated.items():
-        # Divisors that differ, such as numbers of tokens, make means; Accelerate divides by 1 too.
-        shared = calls[0].divisors.intersection(*(each.divisors for each in calls)) - {1}
-        is_scaled = any(each.is_scaled for each in calls) or shared
+        # Divisors that differ, such as numbers of tokens, make means.
+        is_scaled = any(each.is_scaled for each in calls) or calls[0].divisors.intersection(
+            *(each.divisors for each in calls)
+        )
         if not seen.evidence.divides_gradients and not is_scaled:
             count = len(calls)
             change = f"(loss / {count}).backward(), if the loss is a mean"

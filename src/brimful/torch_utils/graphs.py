@@ -120,13 +120,16 @@ def scaling_of(loss: Any) -> tuple[bool, set[float]]:
             continue
         seen.add(node)
         name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-        saved = (saved_by(node)[0] or ()) if name.startswith("DivBackward") else ()
-        if saved and not saved[0].dim():
-            divisors.add(saved[0].tolist())  # `.item()` of a Python number's tensor fails under dispatch modes
-        elif name.startswith(("DivBackward", "MulBackward")):
-            return True, set()
-        elif name.startswith(_PASSED_ON):
+        is_product = name.startswith(("DivBackward", "MulBackward"))
+        saved = (saved_by(node)[0] or ()) if is_product else ()
+        # `.item()` of a Python number's tensor fails under dispatch modes.
+        factor = saved[0].tolist() if len(saved) == 1 and not saved[0].dim() else None
+        if factor == 1 or name.startswith(_PASSED_ON):  # Transformers and Accelerate scale by 1 too
             left += [following for following, _ in node.next_functions]
+        elif factor is not None and name.startswith("DivBackward"):
+            divisors.add(factor)
+        elif is_product:
+            return True, set()
         is_mean |= name.startswith("MeanBackward") or reduction == 1
         is_sum |= name.startswith("SumBackward") or reduction == 2
     return is_sum and not is_mean, divisors

@@ -573,6 +573,53 @@ def test_accumulation_by_accelerate_divides_if_it_knows_the_number_of_micro_batc
     assert all("trainer.loss_is_scaled_for_ga = False" in each.change for each in found)
 
 
+@pytest.mark.parametrize(
+    ("loss", "faulty"),
+    [
+        (lambda logits, y: functional.cross_entropy(logits, y) * 1 / 1, True),
+        # As a Trainer does: by the number of all items of a step, of processes, of micro-batches that it divides.
+        (
+            lambda logits, y: functional.cross_entropy(logits, y, reduction="sum") / torch.tensor(16) * 1 / 1,
+            False,
+        ),
+        (lambda logits, y: functional.cross_entropy(logits, y) * 0.25 / 1, False),
+    ],
+)
+def test_factors_of_one_hide_no_other(loss: Callable[[Tensor, Tensor], Tensor], faulty: bool) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for _ in range(8):
+            for x, y in data(4):
+                loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [each.check for each in findings(watch.evidence())] == ["not-normalized"] * faulty
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_result_that_lives_past_its_last_use_is_named_once(is_deleted: bool) -> None:
+    """Also where a script ends before the steps that are watched do, and then reads its loss."""
+    tokens, size = torch.randint(0, 2000, (512,)), 2000
+    model = nn.Sequential(nn.Embedding(size, 16), nn.Linear(16, size))
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for _ in range(2):
+            logits = model(tokens)
+            loss = functional.cross_entropy(logits.view(-1, size), tokens)
+            if is_deleted:
+                del logits
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss.item()
+    found = {each.check: each.change for each in findings(watch.evidence())}
+    assert found.pop("logits-in-the-loss")
+    assert found == (
+        {} if is_deleted else {"alive-past-last-use": "del logits once it is used, before backward"}
+    )
+
+
 class Joined:
     """Results of an evaluation."""
 
