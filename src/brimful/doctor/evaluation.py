@@ -198,7 +198,7 @@ class FirstEvaluation:
         if not (model.training or torch.is_grad_enabled()):
             self._note_held(model)
 
-    def _after(self, model: nn.Module, _args: Any, output: Any) -> None:
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if not self._sees() or self._depth == 0:
             return
         self._depth -= 1
@@ -206,17 +206,20 @@ class FirstEvaluation:
         if self._depth or is_recomputed or not torch.is_grad_enabled():
             return
         try:
-            self._note_graph(model, [*tensors_in(output)])
+            self._note_graph(model, args, [*tensors_in(output)])
         except Exception:  # of tensors without a storage: the evaluation is not looked at
             self._remove()
 
-    def _note_graph(self, model: nn.Module, outputs: list[Tensor]) -> None:
+    def _note_graph(self, model: nn.Module, args: Any, outputs: list[Tensor]) -> None:
         """Follow whether backward runs through what a model returned."""
         at = calling_line(), model.training
         if at not in self._lines:
             parameters = list(model.parameters())
             has_graph = any(each.requires_grad for each in parameters)
-            size_bytes = saved_bytes(outputs, parameters, self._first_node) if has_graph else 0
+            # A slice of a dataset in memory takes none of its own.
+            slices = (each for each in tensors_in(args) if each.nbytes < each.untyped_storage().nbytes())
+            beside = [*parameters, *slices]
+            size_bytes = saved_bytes(outputs, beside, self._first_node) if has_graph else 0
             self._lines[at] = CallingLine(at[0], size_bytes, model.training)
         line = self._lines[at]
         if line.saved_bytes:

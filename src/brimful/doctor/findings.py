@@ -302,10 +302,10 @@ def _alive_past_last_use(seen: Seen) -> Counter[str]:
 @check
 def intermediate_kept(seen: Seen) -> Iterator[Finding]:
     """A variable that keeps a large result of the forward until the next one has replaced it."""
-    at_peak = _alive_past_last_use(seen)
+    at_peak = set(_alive_past_last_use(seen).values())
     for held in seen.evidence.held_in_forward.values():
         is_large = held.has_graph and held.count == 1 and seen.is_large(held.size_bytes)
-        if is_large and not seen.is_large(at_peak[held.line]):
+        if is_large and held.size_bytes not in at_peak:  # else it is there past its last use, too
             yield Finding(
                 what=f"{held.name} lives on through the next forward, beside the one that replaces it",
                 change=f"del {held.name} after backward",
@@ -317,13 +317,13 @@ def intermediate_kept(seen: Seen) -> Iterator[Finding]:
 @check
 def alive_past_last_use(seen: Seen) -> Iterator[Finding]:
     """Results of the forward that no graph saves and nothing reads after it, and that are there at the peak."""
-    names = {each.line: each.name for each in seen.evidence.held_in_forward.values() if each.has_graph}
+    names = {each.size_bytes: each.name for each in seen.evidence.held_in_forward.values() if each.has_graph}
     for line, size_bytes in _alive_past_last_use(seen).items():
         if seen.is_large(size_bytes):
+            name = names.get(size_bytes)
             yield Finding(
-                what=f"{names.get(line, 'what this line makes')} is there at the peak, though nothing reads it "
-                "after that",
-                change=f"del {names.get(line, 'the name that holds it')} once it is used, before backward",
+                what=f"{name or 'what this line makes'} is there at the peak, though nothing reads it then",
+                change=f"del {name or 'the name that holds it'} once it is used, before backward",
                 line=line,
                 size_bytes=size_bytes,
             )

@@ -413,7 +413,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UsageError, match="as a whole with 1 units recomputed"):
         settings_of(compile=Compile.MODEL, units=recomputed)
     with pytest.raises(UsageError, match="one of 2 ranks"):
-        settings_of("0", world_size=2, parallelism=Parallelism.FSDP2)
+        settings_of("0", world_size=2, parallelism=Parallelism.ZERO2)
     with pytest.raises(UsageError, match=r'as a whole on 2 ranks.*or take compile="units"'):
         settings_of(compile=Compile.MODEL, units=(), world_size=2)
     model[0].compile()

@@ -577,11 +577,8 @@ def test_accumulation_by_accelerate_divides_if_it_knows_the_number_of_micro_batc
     ("loss", "faulty"),
     [
         (lambda logits, y: functional.cross_entropy(logits, y) * 1 / 1, True),
-        # As a Trainer does: by the number of all items of a step, of processes, of micro-batches that it divides.
-        (
-            lambda logits, y: functional.cross_entropy(logits, y, reduction="sum") / torch.tensor(16) * 1 / 1,
-            False,
-        ),
+        # As a Trainer does: by the items of a step, the processes, the micro-batches that it divides by.
+        (lambda x, y: functional.cross_entropy(x, y, reduction="sum") / torch.tensor(16) * 1 / 1, False),
         (lambda logits, y: functional.cross_entropy(logits, y) * 0.25 / 1, False),
     ],
 )

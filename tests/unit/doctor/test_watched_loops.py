@@ -389,6 +389,25 @@ def test_what_autograd_saves_is_so_called_though_a_variable_holds_it_longer() ->
     assert 0 <= held_bytes - (sum(sizes.values()) - x.nbytes) < 16
 
 
+@pytest.mark.parametrize("are_slices", [True, False])
+def test_an_evaluation_after_the_watched_steps_saves_no_data_of_which_it_takes_slices(are_slices: bool) -> None:
+    model, samples, batches = net(), 256, 10
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    whole = torch.randn(samples * batches, WIDTH)
+    with Watch() as watch:
+        for _ in range(8):
+            model(whole[:samples]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        kept = [model(each if are_slices else each.clone()) for each in whole.split(samples)]
+        torch.cat(kept)
+    (found,) = findings(watch.evidence())
+    of_inputs = 0 if are_slices else WIDTH
+    saved_bytes = batches * samples * (of_inputs + 4 * WIDTH) * 4  # what ReLU returns, for two layers
+    assert (found.check, found.size_bytes) == ("evaluation-with-gradients", saved_bytes)
+
+
 def test_all_graphs_of_an_evaluation_that_a_list_keeps_are_at_stake() -> None:
     """They are found where the evaluation calls what training calls too; micro-batches change them nowhere."""
     model, x = net(), torch.randn(256, WIDTH)
