@@ -10,7 +10,7 @@ from statistics import median, median_low
 
 from brimful.results.measurement import busy_text
 from brimful.torch_utils.held_names import Holding
-from brimful.trace import Trace
+from brimful.trace import Phase, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,7 @@ class Failure:
     """Memory ran out while a recorded op ran."""
 
     op: str
+    phase: Phase
     line: str
     message: str
     """First line of the error's message."""

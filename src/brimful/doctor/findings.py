@@ -358,7 +358,10 @@ def evaluation_gathered(seen: Seen) -> Iterator[Finding]:
     """An evaluation that keeps the results of all samples on the device; on a CPU, large ones alone."""
     is_on_gpu = seen.evidence.trace.device_kind == "cuda"
     least_bytes = seen.peak_bytes * (GATHERED_FRACTION if is_on_gpu else LARGE_FRACTION)
-    moved = ", or .cpu(); of a Trainer, set eval_accumulation_steps" if is_on_gpu else ", such as argmax(-1)"
+    options = "preprocess_logits_for_metrics or eval_accumulation_steps"
+    moved = (
+        f", or .cpu(); of a Trainer {options}" if is_on_gpu else f", such as argmax(-1); of a Trainer {options}"
+    )
     for each in seen.evidence.gathered:
         if each.growth_bytes >= least_bytes:
             yield Finding(

@@ -351,7 +351,11 @@ class WatchedOps(TorchDispatchMode):
         """Keep what is there as memory runs out, with what was asked for: frames that unwind free it."""
         size_bytes = size_after(message, r"[Tt]ried to allocate ")
         self.on_failure()
-        self.failed = Failure(op=op, line=calling_line(), message=message, requested_bytes=size_bytes)
+        is_backward = torch._C._current_autograd_node() is not None
+        phase = Phase.BACKWARD if is_backward else self.position.phase
+        self.failed = Failure(
+            op=op, phase=phase, line=calling_line(), message=message, requested_bytes=size_bytes
+        )
         self.blocks, self.events = [*self.ledger.blocks], [*self.ledger.events]
         if size_bytes is not None:
             self.events.append(BlockEvent(True, len(self.blocks), len(self.log.ops) - 1))

@@ -55,7 +55,7 @@ def watched_document(evidence: Evidence) -> dict[str, Any]:
         "steps": len(evidence.steps),
         "peak_bytes": None if held is None else held.peak_allocated_bytes,
         "measured_peak_bytes": evidence.measured_peak_bytes,
-        "peak_phase": None if memory is None else memory.peak_phase,
+        "peak_phase": None if held is None else held.peak_phase,
         "categories": {} if held is None else dict(held.breakdown),
         "modules": [] if held is None else [asdict(each) for each in held.modules],
         "largest": [] if held is None else [asdict(each) for each in held.largest],
@@ -102,6 +102,8 @@ def _held(memory: MemoryPrediction, failed: Failure | None) -> MemoryPrediction:
     return replace(
         memory,
         peak_allocated_bytes=memory.peak_allocated_bytes - asked_bytes,
+        peak_phase=failed.phase,
+        peak_op=failed.op,
         breakdown=tuple(
             (category, size - asked_bytes * (category is Category.TEMPORARIES))
             for category, size in memory.breakdown

@@ -246,6 +246,10 @@ class Watch:
         In training mode they count where no backward ever ran.
         """
         self._note_graphs(counts_training=not self._backwards.ever_reached)
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Mark the models' parameters before the first step, which marks those of its optimizer."""
         for prefix, model in self._ops.modules.alive() if not self._ends else ():
             for name, parameter in model.named_parameters():
                 self._ops.mark(parameter, Category.PARAMETERS, ".".join(filter(None, (prefix, name))))
@@ -595,6 +599,7 @@ class Watch:
             self._end_step(now)
 
     def _mark_states(self) -> None:
+        self._mark_parameters()
         for optimizer in self._optimizers.values():
             self._mark_state(optimizer, self._names)
 

@@ -30,6 +30,8 @@ def peak_listings(held: AtPeak, peak_bytes: int) -> Iterator[Listing]:
 
 def peak_place(phase: Phase, module: str | None, op: str | None, line: str | None = None) -> str:
     """Where a peak is in the step: phase, module, op and line of code, as far as there are any."""
+    if phase is Phase.SETUP:  # a model that is made, or an evaluation before training
+        return ", ".join(filter(None, ("before the first step", op, line)))
     is_named = (phase, module) == (Phase.OPTIMIZER, OPTIMIZER)
     return ", ".join(filter(None, (phase, "" if is_named else shown_module(module), op, line)))
 

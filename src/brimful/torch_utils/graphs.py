@@ -123,7 +123,7 @@ def scaling_of(loss: Any) -> tuple[bool, set[float]]:
         is_product = name.startswith(("DivBackward", "MulBackward"))
         saved = (saved_by(node)[0] or ()) if is_product else ()
         # `.item()` of a Python number's tensor fails under dispatch modes.
-        factor = saved[0].tolist() if len(saved) == 1 and not saved[0].dim() else None
+        factor: Any = saved[0].tolist() if len(saved) == 1 and not saved[0].dim() else None
         if factor == 1 or name.startswith(_PASSED_ON):  # Transformers and Accelerate scale by 1 too
             left += [following for following, _ in node.next_functions]
         elif factor is not None and name.startswith("DivBackward"):

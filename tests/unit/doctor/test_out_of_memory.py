@@ -86,6 +86,31 @@ def test_an_error_is_explained_by_what_was_asked_for_and_what_held_the_memory() 
     assert document["peak_bytes"] == sum(document["categories"].values()) < TOO_MUCH
 
 
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_context: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+
+def test_memory_that_runs_out_in_the_first_backward_of_a_model_made_under_watch() -> None:
+    watch, models = Watch(), list[nn.Linear]()
+
+    def train() -> None:
+        models.append(nn.Linear(WIDTH, WIDTH))
+        FailsInBackward.apply(models[0](torch.randn(SAMPLES, WIDTH))).sum().backward()
+
+    with pytest.raises(RuntimeError, match="allocate"), watch:
+        train()
+    document = watched_document(watch.evidence())
+    assert document["categories"]["parameters"] == sum(each.nbytes for each in models[0].parameters())
+    assert document["peak_phase"] == "backward"
+    assert "at the peak (backward, " in watched_text(watch.evidence())
+
+
 def test_memory_that_ran_out_in_a_recorded_step_and_was_caught_is_mentioned() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters())

@@ -286,7 +286,7 @@ def test_the_line_of_a_name_may_be_the_last_of_its_file(tmp_path: Path) -> None:
 
 
 def test_the_sum_of_many_paths_is_looked_through_once() -> None:
-    loss = torch.ones(4, 1, requires_grad=True) * 1
+    loss = torch.ones(4, 1, requires_grad=True) * 2
     for _ in range(200):
         loss = loss + loss.mean(0, keepdim=True)
     assert scaling_of(loss.sum()) == (True, set())

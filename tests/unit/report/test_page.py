@@ -164,7 +164,7 @@ def test_what_is_outside_of_the_model_has_words_and_no_path() -> None:
     assert peak_place(Phase.BACKWARD, "<loss>", "mul") == "backward, the loss, mul"
     assert peak_place(Phase.OPTIMIZER, "<optimizer>", None) == "optimizer"
     assert peak_place(Phase.BACKWARD, "<optimizer>", "mul", "a.py:3") == "backward, the optimizer, mul, a.py:3"
-    assert peak_place(Phase.SETUP, None, None) == "setup"
+    assert peak_place(Phase.SETUP, "<optimizer>", "mul") == "before the first step, mul"
     trace = captured()
     assert "<loss>" in {op.module for op in trace.ops}
     page = Page(page_html(trace_page(trace)))
