@@ -358,15 +358,13 @@ def evaluation_gathered(seen: Seen) -> Iterator[Finding]:
     """An evaluation that keeps the results of all samples on the device; on a CPU, large ones alone."""
     is_on_gpu = seen.evidence.trace.device_kind == "cuda"
     least_bytes = seen.peak_bytes * (GATHERED_FRACTION if is_on_gpu else LARGE_FRACTION)
+    moved = ", or .cpu()" if is_on_gpu else ", such as argmax(-1)"
     options = "preprocess_logits_for_metrics or eval_accumulation_steps"
-    moved = (
-        f", or .cpu(); of a Trainer {options}" if is_on_gpu else f", such as argmax(-1); of a Trainer {options}"
-    )
     for each in seen.evidence.gathered:
         if each.growth_bytes >= least_bytes:
             yield Finding(
                 what=f"{each.name} keeps results of all samples on the device, so much more after each forward",
-                change=f"keep what the metric needs{moved}",
+                change=f"keep what the metric needs{moved}; of a Trainer {options}",
                 line=each.line,
                 size_bytes=each.growth_bytes,
             )
