@@ -558,14 +558,17 @@ class _Seen:
 
     @property
     def recomputable_bytes(self) -> int:
-        """Saved tensors inside of repeated blocks, but for what one of them saves, and the others' inputs."""
+        """Saved tensors inside of repeated blocks, but for what one of them saves, and the others' inputs.
+
+        The last that a block makes is what it returns: the input of what follows.
+        """
         blocks = {self.names.repeated_block(path) for path in self.names.modules} - {None}
-        first, found = set[str](), 0
+        last, found = dict[str, int](), 0
         for each in self._held.values():
             block = self.names.repeated_block(each.module or "")
             if each.category is Category.SAVED_TENSORS and block is not None:
-                found += each.held_bytes if block in first else 0
-                first.add(block)
+                found += last.get(block, 0)
+                last[block] = each.held_bytes
         return found * (len(blocks) - 1) // len(blocks) if blocks else 0
 
     def reached_fraction(self, phase: Phase) -> float:

@@ -133,6 +133,19 @@ def test_a_forward_is_explained_by_category_module_and_line() -> None:
     assert blocks.held_bytes >= 2 * wide + of_block
 
 
+def test_checkpointing_frees_what_is_inside_of_all_blocks_but_one() -> None:
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 4))
+
+    def train() -> None:
+        out = model(torch.randn(SAMPLES, WIDTH))
+        out + torch.empty(TOO_MUCH, dtype=torch.uint8)
+
+    inside = 2 * SAMPLES * 4 * WIDTH * 4  # before and after GELU; the sum is the input of the next block
+    # The first block's input is in none, and is counted with what it saves.
+    of_all = BLOCKS * inside + SAMPLES * WIDTH * 4
+    assert found_of(train).recomputable_bytes == of_all * (BLOCKS - 1) // BLOCKS
+
+
 def test_what_ends_a_block_is_of_the_block_and_what_all_have_is_in_none() -> None:
     """A ReLU has no parameters: its place is between two linear layers of different blocks."""
     count = 4
