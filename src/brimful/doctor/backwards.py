@@ -53,8 +53,9 @@ class Backwards:
         def noted(tensors: Any, *args: Any, **named: Any) -> None:
             if before():
                 retains = bool(named.get("retain_graph") or (args[1:2] or [False])[0])
+                weights = tensors_in((args[:1], named.get("grad_tensors")))
                 with self._guarding():
-                    self._note([*tensors_in(tensors)], retains_graph=retains)
+                    self._note([*tensors_in(tensors)], [*weights], retains_graph=retains)
             backward(tensors, *args, **named)
 
         def noted_grad(outputs: Any, *args: Any, **named: Any) -> Any:
@@ -108,7 +109,7 @@ class Backwards:
         self.reached.update(map(id, leaves))
         self.ever_reached.update(map(id, leaves))
 
-    def _note(self, losses: list[Any], *, retains_graph: bool) -> None:
+    def _note(self, losses: list[Any], weights: list[Tensor], *, retains_graph: bool) -> None:
         ops, line = self._ops, calling_line()
         leaves, nodes = reached_from(losses)
         ops.mark_saved(each for each in losses if isinstance(each, Tensor))
@@ -141,7 +142,10 @@ class Backwards:
                 step=ops.position.step,
                 updates_before=self._updates,
                 leaves=hash(frozenset(map(id, leaves))),
-                is_scaled=any(is_scaled for is_scaled, _ in scalings),
+                # What hooks of parameters do with gradients is not known.
+                is_scaled=bool(weights)
+                or any(is_scaled for is_scaled, _ in scalings)
+                or any(leaf._backward_hooks for leaf in leaves),
                 divisors=frozenset().union(*(divisors for _, divisors in scalings)),
                 retains_graph=retains_graph,
                 reduces=tuple(self._reducing({*map(id, leaves)})),

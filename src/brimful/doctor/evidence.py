@@ -175,7 +175,7 @@ class Evidence:
     adam: str = ""
     """Which of Adam and AdamW step, where no other optimizer has such state, nor they more of it."""
     divides_gradients: bool = False
-    """Whether something that backward made is divided in place before the optimizer steps."""
+    """Whether something that backward made is divided before the optimizer steps."""
     softmax_twice: tuple[str, ...] = ()
     """Lines that call a softmax whose result another one reads."""
     untrained_bytes: Mapping[str, int] = field(default_factory=dict)

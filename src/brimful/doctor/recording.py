@@ -53,9 +53,13 @@ _DIVISIONS = frozenset(
         torch.ops.aten.div_.Scalar,
         torch.ops.aten._foreach_div_.Scalar,
         torch.ops.aten._foreach_div_.Tensor,
+        torch.ops.aten.div.Tensor,
+        torch.ops.aten.div.Scalar,
+        torch.ops.aten._foreach_div.Scalar,
+        torch.ops.aten._foreach_div.Tensor,
     }
 )
-"""Ops that divide tensors in place."""
+"""Ops that divide tensors, in place or not."""
 
 
 _OF_PARAMETERS = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
@@ -389,7 +393,8 @@ class WatchedOps(TorchDispatchMode):
             made = self._made_by(args[0])
             if made is not None and self.log.ops[made].name == "aten._softmax.default":
                 self.softmax_twice.setdefault(self.log.ops[made].line)
-        if func in _DIVISIONS and not self.in_optimizer and inputs:
+        is_of_script = not self.in_optimizer and torch._C._current_autograd_node() is None
+        if func in _DIVISIONS and is_of_script and inputs:
             made = self._made_by(inputs[0])
             self.divides_gradients |= made is not None and self.log.ops[made].phase is Phase.BACKWARD
         if len(self.log.ops) >= _MOST_OPS:

@@ -13,7 +13,7 @@ from brimful.memory.at_error import (
     eight_bit_optimizer,
     smaller_micro_batches,
 )
-from brimful.trace import Category, Phase
+from brimful.trace import Category, EventKind, Phase
 from brimful.trace.units import find_units, freed_bytes
 
 LEAST_FRACTION = 0.05
@@ -35,9 +35,23 @@ def savings(memory: MemoryPrediction, evidence: Evidence) -> tuple[Saving, ...]:
 def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
     held = dict(memory.breakdown)
     profile, ops = live_profile(evidence.trace, 1), evidence.trace.ops
+    of_weights = {each.size_bytes for each in evidence.trace.storages if each.category is Category.PARAMETERS}
+    before = {
+        each.storage
+        for each in evidence.trace.events
+        if each.kind is EventKind.ALLOCATE and (each.op < 0 or ops[each.op].phase is Phase.SETUP)
+    }
     for index, size_bytes in profile.held_bytes_at(profile.peak_position).items():
         storage = evidence.trace.storages[index]
-        if storage.op is not None and ops[storage.op].phase is Phase.EVALUATION:  # no step's own
+        made = None if storage.op is None else ops[storage.op]
+        is_of_weight = (
+            storage.category is Category.TEMPORARIES
+            and made is not None
+            and made.phase is Phase.BACKWARD
+            and storage.size_bytes in of_weights
+        )
+        # An evaluation is no step's own, a data set in memory no batch's, a weight's gradient no sample's.
+        if index in before or is_of_weight or (made is not None and made.phase is Phase.EVALUATION):
             held[storage.category] -= size_bytes
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
     if memory.peak_phase in _OF_BATCH:

@@ -230,6 +230,8 @@ class Watch:
         is_whole = error is None or isinstance(error, SystemExit)
         if self._is_recording and is_whole:
             self._end_without_step()
+        elif self._is_recording:
+            self._mark_parameters()
         self._stop()
         self._profile.stop()
         self._ops.leave()
@@ -248,6 +250,7 @@ class Watch:
         self._note_graphs(counts_training=not self._backwards.ever_reached)
         self._mark_parameters()
 
+    @_guarded
     def _mark_parameters(self) -> None:
         """Mark the models' parameters before the first step, which marks those of its optimizer."""
         for prefix, model in self._ops.modules.alive() if not self._ends else ():
@@ -571,6 +574,7 @@ class Watch:
         self._optimized |= _ids_of_parameters([optimizer])
         ops.begin()
         self._end_evaluation()
+        ops.divides_gradients |= bool(optimizer._optimizer_step_pre_hooks)  # which may do so
         names, parameters = self._names, parameters_of(optimizer)
         for parameter in parameters:
             ops.mark(parameter, Category.PARAMETERS, names.get(id(parameter), "parameter"))

@@ -131,7 +131,7 @@ def scaling_of(loss: Any) -> tuple[bool, set[float]]:
         elif is_product:
             return True, set()
         is_mean |= name.startswith("MeanBackward") or reduction == 1
-        is_sum |= name.startswith("SumBackward") or reduction == 2
+        is_sum |= name.startswith(("SumBackward", "DotBackward")) or reduction == 2
     return is_sum and not is_mean, divisors
 
 

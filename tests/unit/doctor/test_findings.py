@@ -594,6 +594,60 @@ def test_factors_of_one_hide_no_other(loss: Callable[[Tensor, Tensor], Tensor], 
     assert [each.check for each in findings(watch.evidence())] == ["not-normalized"] * faulty
 
 
+def by_weights(loss: Tensor, _model: nn.Module) -> None:
+    loss.backward(gradient=torch.tensor(0.25))
+
+
+def by_new_gradients(loss: Tensor, model: nn.Module) -> None:
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 4
+
+
+def of_a_representation(loss: Tensor, _model: nn.Module) -> None:
+    torch.dot(torch.full((1,), 0.25), loss.reshape(1)).backward()
+
+
+@pytest.mark.parametrize("divide", [by_weights, by_new_gradients, of_a_representation])
+def test_what_divides_gradients_by_other_means_is_no_finding(
+    divide: Callable[[Tensor, nn.Module], None],
+) -> None:
+    model = Net()
+    optimizer = sgd(model)
+    with Watch() as watch:
+        for _ in range(8):
+            for x, y in data(4):
+                divide(functional.cross_entropy(model(x), y), model)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert findings(watch.evidence()) == ()
+
+
+@pytest.mark.parametrize("register", ["parameter", "optimizer"])
+def test_hooks_that_may_divide_gradients_are_no_finding(register: str) -> None:
+    model = Net()
+    optimizer = sgd(model)
+
+    def divide(*_: Any) -> None:
+        for each in model.parameters():
+            if each.grad is not None:
+                each.grad.div_(4)
+
+    if register == "parameter":
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient / 4)
+    else:
+        optimizer.register_step_pre_hook(divide)
+    with Watch() as watch:
+        for _ in range(8):
+            for x, y in data(4):
+                functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert findings(watch.evidence()) == ()
+
+
 @pytest.mark.parametrize("is_deleted", [False, True])
 def test_a_result_that_lives_past_its_last_use_is_named_once(is_deleted: bool) -> None:
     """Also where a script ends before the steps that are watched do, and then reads its loss."""

@@ -111,6 +111,33 @@ def test_memory_that_runs_out_in_the_first_backward_of_a_model_made_under_watch(
     assert "at the peak (backward, " in watched_text(watch.evidence())
 
 
+def test_parameters_are_named_where_the_first_forward_fails() -> None:
+    watch, models = Watch(), list[nn.Linear]()
+
+    def train() -> None:
+        models.append(nn.Linear(WIDTH, WIDTH))
+        models[0](torch.randn(SAMPLES, WIDTH + 1))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch:
+        train()
+    of_parameters = sum(each.nbytes for each in models[0].parameters())
+    assert watched_document(watch.evidence())["categories"]["parameters"] == of_parameters
+
+
+def test_smaller_micro_batches_halve_no_data_set_and_no_gradient_of_a_weight() -> None:
+    samples, whole = 8, torch.randn(512, 64)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
+    optimizer = adamw(model.parameters())
+    with Watch() as watch:
+        for x in whole.split(samples)[:3]:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    evidence = watch.evidence()
+    found = savings(predict_memory(evidence.trace), evidence)
+    assert [each.change for each in found if each.change.startswith("micro-batches")] == []
+
+
 def test_memory_that_ran_out_in_a_recorded_step_and_was_caught_is_mentioned() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters())
