@@ -50,7 +50,7 @@ def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
             and made.phase is Phase.BACKWARD
             and storage.size_bytes in of_weights
         )
-        # An evaluation is no step's own, a data set in memory no batch's, a weight's gradient no sample's.
+        # Evaluations, data sets in memory and gradients of weights do not shrink with the batch.
         if index in before or is_of_weight or (made is not None and made.phase is Phase.EVALUATION):
             held[storage.category] -= size_bytes
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
