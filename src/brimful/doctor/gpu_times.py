@@ -70,6 +70,9 @@ def gpu_times(events: Iterable[FunctionEvent]) -> GpuTimes:
     Args:
         events: Those of the host and of the GPU, as `torch.autograd.profiler.profile` has them; the profile
             begins with the step, on an idle GPU, and ends with a synchronisation.
+
+    Returns:
+        Seconds by kind of kernel, what is idle, and how many kernels there are.
     """
     of_host: list[FunctionEvent] = []
     of_gpu: list[FunctionEvent] = []

@@ -97,6 +97,9 @@ class StepProfile:
 
         Args:
             step_seconds: What such a step takes, waiting for data included, if it is known.
+
+        Returns:
+            Classes, as `time_shares` takes them, and seconds.
         """
         if self.gpu is None:
             return self.class_seconds
