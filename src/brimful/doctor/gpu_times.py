@@ -32,7 +32,6 @@ _BY_KERNEL = {
     "Memcpy": _COPY,
     "Memset": _COPY,
     "nccl": _COMMUNICATION,
-    "ncclDevKernel": _COMMUNICATION,
     "triton_poi": _POINTWISE,
     "triton_red": _REDUCTION,
     "triton_per": _REDUCTION,

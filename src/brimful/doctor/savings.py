@@ -43,15 +43,11 @@ def _savings(memory: MemoryPrediction, evidence: Evidence) -> Iterator[Saving]:
     }
     for index, size_bytes in profile.held_bytes_at(profile.peak_position).items():
         storage = evidence.trace.storages[index]
-        made = None if storage.op is None else ops[storage.op]
-        is_of_weight = (
-            storage.category is Category.TEMPORARIES
-            and made is not None
-            and made.phase is Phase.BACKWARD
-            and storage.size_bytes in of_weights
-        )
+        phase = None if storage.op is None else ops[storage.op].phase
+        is_of_weight = phase is Phase.BACKWARD and storage.category is Category.TEMPORARIES
+        is_of_weight &= storage.size_bytes in of_weights
         # Evaluations, data sets in memory and gradients of weights do not shrink with the batch.
-        if index in before or is_of_weight or (made is not None and made.phase is Phase.EVALUATION):
+        if index in before or is_of_weight or phase is Phase.EVALUATION:
             held[storage.category] -= size_bytes
     of_batch = held[Category.SAVED_TENSORS] + held[Category.INPUTS] + held[Category.TEMPORARIES]
     if memory.peak_phase in _OF_BATCH:
